@@ -1,0 +1,30 @@
+// Threads without a framework: ops installs PyTorch's pool, C++ tests run on the caller's thread.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace flash_csa::cpu {
+
+using ParallelBody = void (*)(const void* context, int64_t begin, int64_t end);
+using ParallelRun = void (*)(int64_t n, int64_t grain, ParallelBody body, const void* context);
+
+inline void run_serial(int64_t n, int64_t, ParallelBody body, const void* context) {
+    if (n > 0) body(context, 0, n);
+}
+inline ParallelRun parallel_run = run_serial;
+
+// Calls f(begin, end) on ranges that cover [0, n), each at least `grain` long where n allows.
+// f must not throw, and its result must not depend on where the ranges are cut.
+template <class F>
+void parallel_for(int64_t n, int64_t grain, const F& f) {
+    static_assert(std::is_invocable_v<F, int64_t, int64_t>);
+    parallel_run(
+        n, grain,
+        [](const void* context, int64_t begin, int64_t end) {
+            (*static_cast<const F*>(context))(begin, end);
+        },
+        &f);
+}
+
+}  // namespace flash_csa::cpu
