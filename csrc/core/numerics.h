@@ -10,6 +10,16 @@
 
 #include "platform.h"
 
+// Before a short loop: g++ would unroll it completely and then miss the vector code; nvcc must
+// unroll it so that local arrays become registers.
+#if defined(__CUDA_ARCH__)
+#define FCSA_VECTORISE _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define FCSA_VECTORISE
+#else
+#define FCSA_VECTORISE _Pragma("GCC unroll 1")
+#endif
+
 namespace flash_csa {
 
 // ---- One correctly rounded FP32 operation each. Builtins, not std::fma and friends: a std
@@ -50,6 +60,11 @@ constexpr uint32_t kNanBits = 0x7fc00000u;
 constexpr uint8_t kNanE4M3 = 0x7f;
 constexpr uint8_t kNanUE8M0 = 0xff;
 
+// mask ? a : b, bit by bit. Masks, as a conditional expression whose arms hold float operations
+// becomes a branch, and the loop around it scalar code.
+FCSA_HD uint32_t mask_if(bool condition) { return 0u - static_cast<uint32_t>(condition); }
+FCSA_HD uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
+
 FCSA_HD uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
 FCSA_HD uint32_t max_u32(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -61,7 +76,7 @@ FCSA_HD float max_nan(float a, float b) {
 // x, with every NaN replaced by the one quiet NaN: processors differ in the NaN that they make.
 FCSA_HD float canonical_nan(float x) {
     const uint32_t bits = float_bits(x);
-    return bits_float((bits & kAbsMask) > kInfBits ? kNanBits : bits);
+    return bits_float(blend(mask_if((bits & kAbsMask) > kInfBits), kNanBits, bits));
 }
 
 // ---- BF16
@@ -72,7 +87,8 @@ FCSA_HD float bf16_to_f32(uint16_t x) { return bits_float(uint32_t{x} << 16); }
 FCSA_HD uint16_t f32_to_bf16(float x) {
     const uint32_t bits = float_bits(x);
     const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return static_cast<uint16_t>(((bits & kAbsMask) > kInfBits ? kNanBits : rounded) >> 16);
+    return static_cast<uint16_t>(blend(mask_if((bits & kAbsMask) > kInfBits), kNanBits, rounded) >>
+                                 16);
 }
 
 FCSA_HD float round_bf16(float x) { return bf16_to_f32(f32_to_bf16(x)); }
@@ -93,10 +109,10 @@ FCSA_HD uint32_t round_magnitude(uint32_t mag) {
 // Value of a magnitude code: a subnormal is read with its leading one, which is taken off again.
 template <int kMantissaBits, uint32_t kMinExponent>
 FCSA_HD float decode_magnitude(uint32_t code) {
-    const uint32_t is_subnormal = (code >> kMantissaBits) == 0 ? 1u : 0u;
-    const uint32_t aligned = (code + (is_subnormal << kMantissaBits)) << (23 - kMantissaBits);
-    const float with_one = bits_float(aligned + ((kMinExponent - 1) << 23));
-    return sub_rn(with_one, bits_float(is_subnormal * (kMinExponent << 23)));
+    const uint32_t subnormal = mask_if((code >> kMantissaBits) == 0);
+    const uint32_t normal = (code << (23 - kMantissaBits)) + ((kMinExponent - 1) << 23);
+    const float with_one = bits_float(normal + (subnormal & (1u << 23)));
+    return sub_rn(with_one, bits_float(subnormal & (kMinExponent << 23)));
 }
 
 // E4M3 (FN: no infinity): round to nearest even, saturating at 448; NaN gives 0x7f.
@@ -104,14 +120,15 @@ FCSA_HD uint8_t encode_e4m3(float x) {
     const uint32_t bits = float_bits(x);
     const uint32_t mag = bits & kAbsMask;
     const uint32_t code = round_magnitude<3, 121>(min_u32(mag, 0x43e00000u));  // 448; 121 is 2^-6
-    return static_cast<uint8_t>(mag > kInfBits ? kNanE4M3 : code | ((bits >> 24) & 0x80u));
+    const uint32_t finite = code | ((bits >> 24) & 0x80u);
+    return static_cast<uint8_t>(blend(mask_if(mag > kInfBits), kNanE4M3, finite));
 }
 
 FCSA_HD float decode_e4m3(uint8_t code) {
     const uint32_t mag = code & 0x7fu;
     const uint32_t sign = (code & 0x80u) << 24;
     const uint32_t finite = float_bits(decode_magnitude<3, 121>(mag)) | sign;
-    return bits_float(mag == kNanE4M3 ? kNanBits : finite);
+    return bits_float(blend(mask_if(mag == kNanE4M3), kNanBits, finite));
 }
 
 // E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6): round to nearest even, saturating at 6. Negative zero and
@@ -147,7 +164,7 @@ FCSA_HD uint8_t encode_ue8m0_ceil(float x) {
 template <int kCount>
 FCSA_HD uint16_t absmax(const uint16_t* x) {
     uint16_t largest = 0;
-    for (int i = 0; i < kCount; ++i) {
+    FCSA_VECTORISE for (int i = 0; i < kCount; ++i) {
         const uint16_t mag = x[i] & 0x7fff;
         largest = mag > largest ? mag : largest;
     }
@@ -188,21 +205,41 @@ FCSA_HD float ue8m0_reciprocal(uint8_t byte) { return bits_float((254u - byte) <
 // Byte i: element 2i in the low nibble, 2i + 1 in the high.
 template <int kCount>
 FCSA_HD void pack_nibbles(const uint8_t* nibbles, uint8_t* packed) {
-    for (int i = 0; i < kCount / 2; ++i) {
+    FCSA_VECTORISE for (int i = 0; i < kCount / 2; ++i) {
         packed[i] = static_cast<uint8_t>(nibbles[2 * i] | (nibbles[2 * i + 1] << 4));
     }
 }
 
-// MainFp4: 16 values -> 8 bytes and an E4M3 scale. A true division: multiplying by the reciprocal
-// sends 42 reachable pairs to another code.
-FCSA_HD void encode_group_main(const uint16_t* x, uint8_t* codes, uint8_t* scale) {
-    const float divisor = fp4_main_scale(bf16_to_f32(absmax<16>(x)), scale);
-    const uint8_t keep = *scale == kNanE4M3 ? 0x00 : 0x0f;
-    uint8_t nibbles[16];
-    for (int i = 0; i < 16; ++i) {
-        nibbles[i] = encode_e2m1(div_rn(bf16_to_f32(x[i]), divisor)) & keep;
+template <int kCount>
+FCSA_HD void unpack_nibbles(const uint8_t* packed, uint8_t* nibbles) {
+    FCSA_VECTORISE for (int i = 0; i < kCount / 2; ++i) {
+        nibbles[2 * i] = packed[i] & 0x0f;
+        nibbles[2 * i + 1] = packed[i] >> 4;
     }
-    pack_nibbles<16>(nibbles, codes);
+}
+
+// MainFp4: kGroups groups of 16 values -> 8 bytes and an E4M3 scale each. A true division:
+// multiplying by the reciprocal sends 42 reachable pairs to another code. Many groups at once, as
+// the CPU encodes a row twice as fast as it does 32 groups.
+template <int kGroups>
+FCSA_HD void encode_groups_main(const uint16_t* x, uint8_t* codes, uint8_t* scales) {
+    float divisors[kGroups];
+    for (int g = 0; g < kGroups; ++g) divisors[g] = bf16_to_f32(absmax<16>(x + 16 * g));
+    FCSA_VECTORISE for (int g = 0; g < kGroups; ++g) {
+        divisors[g] = fp4_main_scale(divisors[g], &scales[g]);
+    }
+    uint8_t nibbles[16 * kGroups];
+    for (int g = 0; g < kGroups; ++g) {
+        const uint8_t keep = scales[g] == kNanE4M3 ? 0x00 : 0x0f;
+        FCSA_VECTORISE for (int i = 16 * g; i < 16 * g + 16; ++i) {
+            nibbles[i] = encode_e2m1(div_rn(bf16_to_f32(x[i]), divisors[g])) & keep;
+        }
+    }
+    pack_nibbles<16 * kGroups>(nibbles, codes);
+}
+
+FCSA_HD void encode_group_main(const uint16_t* x, uint8_t* codes, uint8_t* scale) {
+    encode_groups_main<1>(x, codes, scale);
 }
 
 // IndexFp4: 32 values -> 16 bytes and a UE8M0 scale.
@@ -211,7 +248,7 @@ FCSA_HD void encode_group_index(const uint16_t* x, uint8_t* codes, uint8_t* scal
     const float reciprocal = ue8m0_reciprocal(*scale);
     const uint8_t keep = *scale == kNanUE8M0 ? 0x00 : 0x0f;
     uint8_t nibbles[32];
-    for (int i = 0; i < 32; ++i) {
+    FCSA_VECTORISE for (int i = 0; i < 32; ++i) {
         nibbles[i] = encode_e2m1(mul_rn(bf16_to_f32(x[i]), reciprocal)) & keep;
     }
     pack_nibbles<32>(nibbles, codes);
@@ -223,7 +260,7 @@ FCSA_HD void encode_group_fp8(const uint16_t* x, uint8_t* codes, uint8_t* scale)
     window_scale(bf16_to_f32(absmax<kGroup>(x)), scale);
     const float reciprocal = ue8m0_reciprocal(*scale);
     const uint8_t keep = *scale == kNanUE8M0 ? 0x00 : 0xff;
-    for (int i = 0; i < kGroup; ++i) {
+    FCSA_VECTORISE for (int i = 0; i < kGroup; ++i) {
         codes[i] = encode_e4m3(mul_rn(bf16_to_f32(x[i]), reciprocal)) & keep;
     }
 }
@@ -244,28 +281,37 @@ FCSA_HD void put_value(float x, float* out) { *out = canonical_nan(x); }
 FCSA_HD void put_value(float x, uint16_t* out) { *out = f32_to_bf16(x); }
 
 template <int kCount, class Out>
-FCSA_HD void decode_fp4(const uint8_t* codes, float scale, Out* out) {
-    for (int i = 0; i < kCount / 2; ++i) {
-        put_value(mul_rn(decode_e2m1(codes[i]), scale), &out[2 * i]);
-        put_value(mul_rn(decode_e2m1(codes[i] >> 4), scale), &out[2 * i + 1]);
+FCSA_HD void decode_fp8(const uint8_t* codes, float scale, Out* out) {
+    FCSA_VECTORISE for (int i = 0; i < kCount; ++i) {
+        put_value(mul_rn(decode_e4m3(codes[i]), scale), &out[i]);
     }
 }
 
-template <int kCount, class Out>
-FCSA_HD void decode_fp8(const uint8_t* codes, float scale, Out* out) {
-    for (int i = 0; i < kCount; ++i) {
-        put_value(mul_rn(decode_e4m3(codes[i]), scale), &out[i]);
+template <int kGroups, class Out>
+FCSA_HD void decode_groups_main(const uint8_t* codes, const uint8_t* scales, Out* out) {
+    uint8_t nibbles[16 * kGroups];
+    unpack_nibbles<16 * kGroups>(codes, nibbles);
+    for (int g = 0; g < kGroups; ++g) {
+        const float scale = decode_e4m3(scales[g]);
+        FCSA_VECTORISE for (int i = 16 * g; i < 16 * g + 16; ++i) {
+            put_value(mul_rn(decode_e2m1(nibbles[i]), scale), &out[i]);
+        }
     }
 }
 
 template <class Out>
 FCSA_HD void decode_group_main(const uint8_t* codes, uint8_t scale, Out* out) {
-    decode_fp4<16>(codes, decode_e4m3(scale), out);
+    decode_groups_main<1>(codes, &scale, out);
 }
 
 template <class Out>
 FCSA_HD void decode_group_index(const uint8_t* codes, uint8_t scale, Out* out) {
-    decode_fp4<32>(codes, decode_ue8m0(scale), out);
+    uint8_t nibbles[32];
+    unpack_nibbles<32>(codes, nibbles);
+    const float factor = decode_ue8m0(scale);
+    FCSA_VECTORISE for (int i = 0; i < 32; ++i) {
+        put_value(mul_rn(decode_e2m1(nibbles[i]), factor), &out[i]);
+    }
 }
 
 template <int kGroup, class Out>
@@ -332,7 +378,8 @@ FCSA_HD float rms_factor(const float* x, float eps) {
 template <int kCount>
 FCSA_HD void rms_norm_row(const float* x, const float* w, float eps, uint16_t* out) {
     const float factor = rms_factor<kCount>(x, eps);
-    for (int i = 0; i < kCount; ++i) out[i] = f32_to_bf16(mul_rn(mul_rn(x[i], factor), w[i]));
+    FCSA_VECTORISE for (int i = 0; i < kCount; ++i) out[i] =
+        f32_to_bf16(mul_rn(mul_rn(x[i], factor), w[i]));
 }
 
 // ---- RoPE: interleaved pairs (2i, 2i + 1). Products and sum are rounded one by one, as the
@@ -354,7 +401,7 @@ FCSA_HD void inverse_rope_pair(float a, float b, float cos, float sin, float* ou
 template <int kDims>
 FCSA_HD void rope_row(uint16_t* row, const float* cos_sin) {
     uint16_t* tail = row + kDims - kRopeDims;
-    for (int i = 0; i < kRopeDims / 2; ++i) {
+    FCSA_VECTORISE for (int i = 0; i < kRopeDims / 2; ++i) {
         float a = 0, b = 0;
         rope_pair(bf16_to_f32(tail[2 * i]), bf16_to_f32(tail[2 * i + 1]), cos_sin[i],
                   cos_sin[kRopeDims / 2 + i], &a, &b);
@@ -366,7 +413,7 @@ FCSA_HD void rope_row(uint16_t* row, const float* cos_sin) {
 template <int kDims>
 FCSA_HD void inverse_rope_row(uint16_t* row, const float* cos_sin) {
     uint16_t* tail = row + kDims - kRopeDims;
-    for (int i = 0; i < kRopeDims / 2; ++i) {
+    FCSA_VECTORISE for (int i = 0; i < kRopeDims / 2; ++i) {
         float a = 0, b = 0;
         inverse_rope_pair(bf16_to_f32(tail[2 * i]), bf16_to_f32(tail[2 * i + 1]), cos_sin[i],
                           cos_sin[kRopeDims / 2 + i], &a, &b);
@@ -376,16 +423,16 @@ FCSA_HD void inverse_rope_row(uint16_t* row, const float* cos_sin) {
 }
 
 // Walsh-Hadamard transform / sqrt(128) in place: butterflies at distance 1, 2, ... 64, then scale.
+// Constant geometry: each stage pairs neighbours and moves the paired index bit to the top, so all
+// seven stages are the same contiguous loop and leave the natural order.
 FCSA_HD void hadamard_128(float* x) {
-    for (int h = 1; h < 128; h *= 2) {
-        for (int block = 0; block < 128; block += 2 * h) {
-            for (int i = block; i < block + h; ++i) {
-                const float a = x[i];
-                const float b = x[i + h];
-                x[i] = add_rn(a, b);
-                x[i + h] = sub_rn(a, b);
-            }
+    float sums[128];
+    for (int stage = 0; stage < 7; ++stage) {
+        FCSA_VECTORISE for (int i = 0; i < 64; ++i) {
+            sums[i] = add_rn(x[2 * i], x[2 * i + 1]);
+            sums[64 + i] = sub_rn(x[2 * i], x[2 * i + 1]);
         }
+        for (int i = 0; i < 128; ++i) x[i] = sums[i];
     }
     for (int i = 0; i < 128; ++i) x[i] = mul_rn(x[i], 0.08838834764831845f);
 }
