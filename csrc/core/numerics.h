@@ -22,9 +22,10 @@
 
 namespace flash_csa {
 
-// ---- One correctly rounded FP32 operation each. Builtins, not std::fma and friends: a std
-// function
-// ---- compiled in an AVX2 file may be the copy that the linker hands to the baseline.
+// ---- One correctly rounded FP32 operation each
+//
+// Builtins, not std::fma and friends: a std function compiled in an AVX2 file may be the copy that
+// the linker hands to the baseline.
 
 #ifdef __CUDA_ARCH__
 FCSA_HD uint32_t float_bits(float x) { return __float_as_uint(x); }
@@ -93,9 +94,11 @@ FCSA_HD uint16_t f32_to_bf16(float x) {
 
 FCSA_HD float round_bf16(float x) { return bf16_to_f32(f32_to_bf16(x)); }
 
-// ---- Small floats. With e the exponent of |x|, at least that of the smallest normal, adding
-// ---- 2^(e + 23 - mantissa bits) leaves |x| in units of the last kept bit in the low bits of the
-// ---- sum: rounded to nearest even by the FP32 adder, subnormals included.
+// ---- Small floats
+//
+// With e the exponent of |x|, at least that of the smallest normal, adding 2^(e + 23 - mantissa
+// bits) leaves |x| in units of its last kept bit in the low bits of the sum: rounded to nearest
+// even by the FP32 adder, subnormals included.
 
 // Magnitude code of mag (bits of a non-negative float not above the largest finite value).
 template <int kMantissaBits, uint32_t kMinExponent>
@@ -158,7 +161,7 @@ FCSA_HD uint8_t encode_ue8m0_ceil(float x) {
     return static_cast<uint8_t>(mag >= kInfBits ? kNanUE8M0 : byte);
 }
 
-// ---- Group scales. amax is not negative; NaN or Inf in a group makes its scale NaN.
+// ---- Group scales: amax is not negative; NaN or Inf in a group makes its scale NaN
 
 // Largest magnitude of kCount BF16 values, as BF16 bits: NaN above Inf above every finite value.
 template <int kCount>
@@ -200,7 +203,7 @@ FCSA_HD float index_fp8_scale(float amax) {
 // x * reciprocal has the bits of x / scale, subnormal results included.
 FCSA_HD float ue8m0_reciprocal(uint8_t byte) { return bits_float((254u - byte) << 23); }
 
-// ---- Whole groups. Input: BF16 bits. The codes of a group with a NaN scale are 0.
+// ---- Whole groups of BF16 values; the codes of a group with a NaN scale are 0
 
 // Byte i: element 2i in the low nibble, 2i + 1 in the high.
 template <int kCount>
@@ -382,8 +385,10 @@ FCSA_HD void rms_norm_row(const float* x, const float* w, float eps, uint16_t* o
         f32_to_bf16(mul_rn(mul_rn(x[i], factor), w[i]));
 }
 
-// ---- RoPE: interleaved pairs (2i, 2i + 1). Products and sum are rounded one by one, as the
-// ---- reference does; a fused form changes golden bytes.
+// ---- RoPE on interleaved pairs (2i, 2i + 1)
+//
+// Products and sum are rounded one by one, as eager PyTorch does: a fused form changes golden
+// bytes.
 
 constexpr int kRopeDims = 64;
 
