@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "platform.h"
+#include "core/platform.h"
 
 namespace flash_csa {
 

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "platform.h"
+#include "core/platform.h"
 
 // Before a short loop: g++ would unroll it completely and then miss the vector code; nvcc must
 // unroll it so that local arrays become registers.
@@ -234,8 +234,9 @@ FCSA_HD void encode_groups_main(const uint16_t* x, uint8_t* codes, uint8_t* scal
     uint8_t nibbles[16 * kGroups];
     for (int g = 0; g < kGroups; ++g) {
         const uint8_t keep = scales[g] == kNanE4M3 ? 0x00 : 0x0f;
-        FCSA_VECTORISE for (int i = 16 * g; i < 16 * g + 16; ++i) {
-            nibbles[i] = encode_e2m1(div_rn(bf16_to_f32(x[i]), divisors[g])) & keep;
+        FCSA_VECTORISE for (int i = 0; i < 16; ++i) {
+            nibbles[16 * g + i] =
+                encode_e2m1(div_rn(bf16_to_f32(x[16 * g + i]), divisors[g])) & keep;
         }
     }
     pack_nibbles<16 * kGroups>(nibbles, codes);
@@ -296,8 +297,8 @@ FCSA_HD void decode_groups_main(const uint8_t* codes, const uint8_t* scales, Out
     unpack_nibbles<16 * kGroups>(codes, nibbles);
     for (int g = 0; g < kGroups; ++g) {
         const float scale = decode_e4m3(scales[g]);
-        FCSA_VECTORISE for (int i = 16 * g; i < 16 * g + 16; ++i) {
-            put_value(mul_rn(decode_e2m1(nibbles[i]), scale), &out[i]);
+        FCSA_VECTORISE for (int i = 0; i < 16; ++i) {
+            put_value(mul_rn(decode_e2m1(nibbles[16 * g + i]), scale), &out[16 * g + i]);
         }
     }
 }

@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "numerics.h"
-#include "platform.h"
+#include "core/numerics.h"
+#include "core/platform.h"
 
 namespace flash_csa {
 
