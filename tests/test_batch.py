@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from flash_csa.batch import Batch
 
 

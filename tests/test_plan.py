@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from flash_csa import configs
 from flash_csa.plan import LayerPlan
 

@@ -98,10 +98,8 @@ struct TailView {  // f32 [slots, 2, ring, width]: kv rows, gate rows; row of po
     }
 };
 
-struct ScheduleView {  // i32 [1 + 4 * ratios, size]
+struct ScheduleView {  // the section of a schedule that the op takes, i32 [size]
     const int32_t* data = nullptr;
-    int64_t stride = 0;
-    int32_t sections = 0;
     int32_t size = 0;
 };
 
@@ -126,9 +124,9 @@ struct LoadParams {
 };
 
 struct RopeStoreParams {
-    Heads<uint16_t> q;            // bf16 [R, H, 512], rotated in place
-    Matrix<const uint16_t> kv;    // bf16 [R, 512]
-    Pages window;                 // WindowFp8 or MixedFp8
+    Heads<uint16_t> q;                   // bf16 [R, H, 512], rotated in place
+    Matrix<const uint16_t> kv;           // bf16 [R, 512]
+    Pages window;                        // WindowFp8 or MixedFp8
     const int32_t* slots = nullptr;      // [R]
     const int32_t* positions = nullptr;  // [R]
     CosSin cos_sin;
@@ -142,43 +140,44 @@ struct QuantizeQueryParams {
     Heads<const uint16_t> q;             // bf16 [R, Hi, 128]
     const int32_t* positions = nullptr;  // [R]; a padded row gives zero codes and zero scales
     CosSin cos_sin;
-    RecordId record = RecordId::IndexFp4;  // IndexFp4: u8 [.., 64] + i32; IndexFp8: u8 [.., 128] + f32
-    bool rotate = false;                   // V4: Hadamard after RoPE
-    Matrix<uint8_t> codes;                 // [R, Hi * row bytes]
-    Matrix<int32_t> scales_ue8m0;          // [R, Hi], byte g: group g (IndexFp4)
-    Matrix<float> scales_f32;              // [R, Hi] (IndexFp8)
+    RecordId record =
+        RecordId::IndexFp4;        // IndexFp4: u8 [.., 64] + i32; IndexFp8: u8 [.., 128] + f32
+    bool rotate = false;           // V4: Hadamard after RoPE
+    Matrix<uint8_t> codes;         // [R, Hi * row bytes]
+    Matrix<int32_t> scales_ue8m0;  // [R, Hi], byte g: group g (IndexFp4)
+    Matrix<float> scales_f32;      // [R, Hi] (IndexFp8)
     int32_t rows = 0;
     int32_t heads = 0;
 };
 
 struct CompressParams {
-    Matrix<const float> kv;         // f32 [R, width]; null at ratio 1
-    Matrix<const float> gate;       // f32 [R, width]; null at ratio 1
-    Matrix<const uint16_t> kv_bf16; // bf16 [R, 512] at ratio 1
+    Matrix<const float> kv;          // f32 [R, width]; null at ratio 1
+    Matrix<const float> gate;        // f32 [R, width]; null at ratio 1
+    Matrix<const uint16_t> kv_bf16;  // bf16 [R, 512] at ratio 1
     BatchView batch;
     const int32_t* entry_slots = nullptr;  // [R]: slot of the entry that row t closes, else -1
     const int32_t* entry_first = nullptr;  // [B], optional: entries already stored
     int32_t ratio = 1;
-    int32_t dim = kHeadDim;          // d: 512, or 128 for V4's index compressor
-    bool overlap = false;            // width == 2 * dim: previous half, then current half
+    int32_t dim = kHeadDim;              // d: 512, or 128 for V4's index compressor
+    bool overlap = false;                // width == 2 * dim: previous half, then current half
     const float* norm_weight = nullptr;  // [dim]
     float eps = 0.f;
     CosSin cos_sin;
-    Matrix<const float> bias;  // f32 [ratio, width], optional
-    TailView tail;             // optional
-    Pages main;                // optional
-    Pages index;               // optional
-    Matrix<const uint16_t> key_weight;        // bf16 [128, 512], optional
-    const float* key_norm_weight = nullptr;   // [128]
-    bool rotate = false;                      // Hadamard of the index key after RoPE
-    Matrix<uint16_t> latent_out;              // bf16 [R, dim], optional; only closing rows written
+    Matrix<const float> bias;                // f32 [ratio, width], optional
+    TailView tail;                           // optional
+    Pages main;                              // optional
+    Pages index;                             // optional
+    Matrix<const uint16_t> key_weight;       // bf16 [128, 512], optional
+    const float* key_norm_weight = nullptr;  // [128]
+    bool rotate = false;                     // Hadamard of the index key after RoPE
+    Matrix<uint16_t> latent_out;             // bf16 [R, dim], optional; only closing rows written
     Workspace workspace;
 };
 
 struct IndexQueryView {
-    Matrix<const uint8_t> codes;          // [R, Hi * row bytes]
-    Matrix<const int32_t> scales_ue8m0;   // FP4 queries
-    Matrix<const float> scales_f32;       // FP8 queries
+    Matrix<const uint8_t> codes;         // [R, Hi * row bytes]
+    Matrix<const int32_t> scales_ue8m0;  // FP4 queries
+    Matrix<const float> scales_f32;      // FP8 queries
     int32_t heads = 0;
 };
 
@@ -187,7 +186,7 @@ struct Weights {  // f32 or bf16 [R, Hi]
     Matrix<const uint16_t> bf16;
 };
 
-struct PoolView {  // blocks of kPoolBlock positions, ascending, -1 padded
+struct PoolView {                     // blocks of kPoolBlock positions, ascending, -1 padded
     Matrix<const int32_t> blocks;     // [R, width]
     const int32_t* counts = nullptr;  // [R]
     int32_t width = 0;

@@ -42,8 +42,8 @@ inline Level current_level = initial_level();
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FCSA_TARGET_AVX2 __attribute__((flatten, target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt")))
-#define FCSA_TARGET_AVX512                                                                     \
-    __attribute__((flatten,                                                                    \
+#define FCSA_TARGET_AVX512                                                                   \
+    __attribute__((flatten,                                                                  \
                    target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,lzcnt," \
                           "popcnt,prefer-vector-width=512")))
 #else

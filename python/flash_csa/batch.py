@@ -88,6 +88,17 @@ class Batch:
     def num_requests(self) -> int:
         return self.start.shape[0]
 
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """The fields as op schemas take them."""
+        return (
+            self.positions,
+            self.row_request,
+            self.cu_tokens,
+            self.start,
+            self.tail_slot,
+            self.max_rows,
+        )
+
     def copy_(self, other: "Batch") -> "Batch":
         """Takes over the rows of `other` in place, so that a captured step replays with them.
 

@@ -329,9 +329,7 @@ class _Fields:
                 raise _error(field, "layers of ratio > 0", f"layer {layer} of ratio 0")
         return tuple(ids)
 
-    def candidate(
-        self, kv_sources: tuple[int, ...], index_sources: tuple[int, ...]
-    ) -> int | None:
+    def candidate(self, kv_sources: tuple[int, ...], index_sources: tuple[int, ...]) -> int | None:
         """The layer that builds the pool: it must score every visible entry."""
         layer = self._config.get("candidate_source_layer_id")
         if layer is not None and (layer not in kv_sources or layer not in index_sources):

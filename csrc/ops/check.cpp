@@ -1,0 +1,287 @@
+#include "ops/check.h"
+
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace flash_csa::ops {
+namespace {
+
+constexpr int64_t kAlign = 16;  // bytes: the widest vector load, and what a bulk copy wants
+
+struct Dtype {
+    const char* shorthand;
+    const char* name;
+    ScalarType type;
+    int64_t bytes;
+};
+constexpr Dtype kDtypes[] = {
+    {"bf16", "bfloat16", ScalarType::BFloat16, 2},
+    {"f32", "float32", ScalarType::Float, 4},
+    {"i32", "int32", ScalarType::Int, 4},
+    {"u8", "uint8", ScalarType::Byte, 1},
+};
+
+std::string dtype_name(ScalarType type) {
+    for (const Dtype& d : kDtypes)
+        if (d.type == type) return d.name;
+    switch (type) {
+        case ScalarType::Long:
+            return "int64";
+        case ScalarType::Short:
+            return "int16";
+        case ScalarType::Char:
+            return "int8";
+        case ScalarType::Half:
+            return "float16";
+        case ScalarType::Double:
+            return "float64";
+        case ScalarType::Bool:
+            return "bool";
+        case ScalarType::Float8_e4m3fn:
+            return "float8_e4m3fn (its bytes: .view(torch.uint8))";
+        case ScalarType::Float8_e8m0fnu:
+            return "float8_e8m0fnu (its bytes: .view(torch.uint8))";
+        case ScalarType::Float4_e2m1fn_x2:
+            return "float4_e2m1fn_x2 (its bytes: .view(torch.uint8))";
+        default:
+            return "dtype " + std::to_string(static_cast<int>(type));
+    }
+}
+
+// Calls f(piece) for every piece of `text` between separators.
+template <class F>
+void split(const char* text, char separator, const F& f) {
+    const char* begin = text;
+    for (const char* c = text;; ++c) {
+        if (*c != separator && *c != '\0') continue;
+        f(std::string_view(begin, static_cast<size_t>(c - begin)));
+        if (*c == '\0') return;
+        begin = c + 1;
+    }
+}
+
+std::string join_sizes(torch::headeronly::IntHeaderOnlyArrayRef values) {
+    std::string out = "[";
+    for (size_t i = 0; i < values.size(); ++i) out += (i ? ", " : "") + std::to_string(values[i]);
+    return out + "]";
+}
+
+std::string device_name(bool cuda, int32_t index) {
+    return cuda ? "cuda:" + std::to_string(index) : "cpu";
+}
+
+int64_t element_bytes(ScalarType type) {
+    for (const Dtype& d : kDtypes)
+        if (d.type == type) return d.bytes;
+    return 0;
+}
+
+}  // namespace
+
+Check::Check(const char* op) : op_(nullptr) {
+    for (const OpSignature& s : kSignatures)
+        if (std::strcmp(s.op, op) == 0) op_ = &s;
+    if (op_ == nullptr) throw std::logic_error(std::string("no signature for op ") + op);
+    symbols_.reserve(8);
+}
+
+void Check::fail(const std::string& what) const {
+    throw std::invalid_argument(std::string("flash_csa.") + op_->op + ": " + what);
+}
+
+const ArgSignature& Check::find(const char* label) const {
+    for (int32_t i = 0; i < op_->count; ++i)
+        if (std::strcmp(op_->args[i].label, label) == 0) return op_->args[i];
+    throw std::logic_error(std::string("no signature for ") + op_->op + " " + label);
+}
+
+const Check::Symbol* Check::lookup(std::string_view name) const {
+    for (const Symbol& s : symbols_)
+        if (s.name == name) return &s;
+    return nullptr;
+}
+
+void Check::bind(std::string_view symbol, int64_t value) { symbols_.push_back({symbol, value}); }
+
+int64_t Check::operator[](std::string_view symbol) const {
+    const Symbol* s = lookup(symbol);
+    return s == nullptr ? 0 : s->value;
+}
+
+// Symbols of a failing shape stay bound: the call raises anyway.
+bool Check::match_shape(const char* shape, const Tensor& t) {
+    int64_t dim = 0;
+    bool ok = true;
+    split(shape, ' ', [&](std::string_view token) {
+        if (dim >= t.dim()) {
+            ok = false;
+            return;
+        }
+        int64_t got = t.size(dim++);
+        if (token == "*") return;
+        if (token[0] >= '0' && token[0] <= '9') {
+            ok = ok && got == std::stoll(std::string(token));
+            return;
+        }
+        if (token.size() > 2 && token.substr(token.size() - 2) == "+1") {
+            token.remove_suffix(2);
+            got -= 1;
+        }
+        if (const Symbol* s = lookup(token))
+            ok = ok && got == s->value;
+        else if (got >= 0)
+            symbols_.push_back({token, got});
+        else
+            ok = false;
+    });
+    return ok && dim == t.dim();
+}
+
+std::string Check::expected_shape(const char* shape) const {
+    std::string out = "[";
+    split(shape, ' ', [&](std::string_view token) {
+        if (out.size() > 1) out += ", ";
+        const bool plus = token.size() > 2 && token.substr(token.size() - 2) == "+1";
+        const Symbol* s = lookup(plus ? token.substr(0, token.size() - 2) : token);
+        out += s ? std::to_string(s->value + plus) : std::string(token);
+    });
+    return out + "]";
+}
+
+void Check::operator()(const char* label, const Tensor& t) {
+    const ArgSignature& arg = find(label);
+    bool dtype_ok = false;
+    std::string names;
+    split(arg.dtypes, '|', [&](std::string_view shorthand) {
+        for (const Dtype& d : kDtypes) {
+            if (shorthand != d.shorthand) continue;
+            dtype_ok = dtype_ok || t.scalar_type() == d.type;
+            names += (names.empty() ? "" : " or ") + std::string(d.name);
+        }
+    });
+    const std::vector<Symbol> before = symbols_;
+    if (!dtype_ok || !match_shape(arg.shape, t)) {
+        symbols_ = before;
+        fail(std::string(label) + " must be " + names + " " + expected_shape(arg.shape) + ", got " +
+             dtype_name(t.scalar_type()) + " " + join_sizes(t.sizes()));
+    }
+    const bool cuda = t.is_cuda();
+    const int32_t device = cuda ? t.get_device_index() : -1;
+    if (!any_) {
+        any_ = true;
+        cuda_ = cuda;
+        device_ = device;
+    }
+    if ((!cuda && !t.is_cpu()) || cuda != cuda_ || device != device_)
+        fail(std::string(label) + " must be on " + device_name(cuda_, device_) + ", got " +
+             (cuda || t.is_cpu() ? device_name(cuda, device) : "another device"));
+    check_layout(arg, t);
+}
+
+void Check::check_layout(const ArgSignature& arg, const Tensor& t) const {
+    const int64_t dims = t.dim(), bytes = element_bytes(t.scalar_type());
+    const char* wanted = nullptr;
+    bool ok = true;
+    if (t.numel() == 0) return;
+    int64_t packed = 1;  // the stride a packed tensor would have
+    for (int64_t d = dims - 1; d >= 0; --d) {
+        const int64_t stride = t.stride(d);
+        const bool free_outer = arg.layout == Layout::Rows ? d == 0 && dims > 1 : d < dims - 1;
+        if (t.size(d) > 1) {
+            if (arg.layout == Layout::Packed || !free_outer)
+                ok = ok && stride == packed;
+            else if (arg.layout != Layout::Rows)
+                ok = ok && stride * bytes % kAlign == 0;
+            // Rows that overlap must not be written, and no stride may be negative.
+            ok = ok && stride >= (arg.written ? packed : 0);
+        }
+        packed = t.size(d) * (t.size(d) > 1 ? stride : packed);
+    }
+    switch (arg.layout) {
+        case Layout::Packed:
+            wanted = "contiguous";
+            break;
+        case Layout::Rows:
+            wanted = "contiguous in every dimension but the first";
+            break;
+        default:
+            wanted = "contiguous in the last dimension, other strides multiples of 16 bytes";
+    }
+    if (!ok)
+        fail(std::string(arg.label) + " must be " + wanted +
+             (arg.written ? " and without overlap" : "") + ", got strides " +
+             join_sizes(t.strides()));
+    const int64_t align =
+        arg.layout == Layout::Dense || arg.layout == Layout::Pages ? kAlign : bytes;
+    if (reinterpret_cast<uintptr_t>(t.data_ptr()) % align != 0)
+        fail(std::string(arg.label) + " must start at a multiple of " + std::to_string(align) +
+             " bytes, got an address that is " +
+             std::to_string(reinterpret_cast<uintptr_t>(t.data_ptr()) % align) + " past one");
+}
+
+void Check::one_of(const char* argument, int64_t got, std::initializer_list<int64_t> values) const {
+    std::string list;
+    for (int64_t v : values) {
+        if (v == got) return;
+        list += (list.empty() ? "" : ", ") + std::to_string(v);
+    }
+    fail(std::string(argument) + " must be one of " + list + ", got " + std::to_string(got));
+}
+
+void Check::in_range(const char* argument, int64_t got, int64_t low, int64_t high) const {
+    if (got < low || got > high)
+        fail(std::string(argument) + " must be in [" + std::to_string(low) + ", " +
+             std::to_string(high) + "], got " + std::to_string(got));
+}
+
+void Check::workspace(const OptTensor& t, int64_t needed) const {
+    const int64_t got = t.has_value() ? t->numel() : 0;
+    if (got < needed)
+        fail("workspace must hold at least " + std::to_string(needed) + " bytes, got " +
+             std::to_string(got));
+}
+
+Pages Check::pages(const char* argument, const Tensor& t, int64_t id, int64_t page_size,
+                   std::initializer_list<RecordId> allowed) const {
+    const std::string name(argument);
+    std::string names;
+    bool ok = false;
+    for (RecordId a : allowed) {
+        ok = ok || id == static_cast<int64_t>(a);
+        names += (names.empty() ? "" : ", ") + std::string(record(a).name);
+    }
+    if (!ok)
+        fail(name + ".record must be one of " + names + ", got " +
+             (id >= 0 && id < kNumRecords ? record(static_cast<RecordId>(id)).name
+                                          : "record id " + std::to_string(id)));
+    in_range((name + ".page_size").c_str(), page_size, 1, kMaxPageSize);
+    const Record r = record(static_cast<RecordId>(id));
+    const int64_t payload = r.payload(static_cast<int32_t>(page_size));
+    if (t.size(1) < payload)
+        fail(name + ".pages must have pages of at least " + std::to_string(payload) + " bytes (" +
+             std::to_string(page_size) + " records " + r.name + "), got " +
+             std::to_string(t.size(1)));
+    if (t.size(0) * page_size > std::numeric_limits<int32_t>::max())
+        fail(name + ".pages must hold at most 2147483647 slots, got " +
+             std::to_string(t.size(0) * page_size));
+    return {ptr<uint8_t>(t), t.stride(0), t.size(0), static_cast<int32_t>(page_size),
+            static_cast<RecordId>(id)};
+}
+
+BatchView batch_view(Check& check, const Tensor& positions, const Tensor& row_request,
+                     const Tensor& cu_tokens, const Tensor& start, const Tensor& tail_slot,
+                     int64_t max_rows) {
+    check("batch.positions", positions);
+    check("batch.row_request", row_request);
+    check("batch.cu_tokens", cu_tokens);
+    check("batch.start", start);
+    check("batch.tail_slot", tail_slot);
+    check.in_range("batch.max_rows", max_rows, 0, std::numeric_limits<int32_t>::max());
+    return {ptr<const int32_t>(positions),       ptr<const int32_t>(row_request),
+            ptr<const int32_t>(cu_tokens),       ptr<const int32_t>(start),
+            ptr<const int32_t>(tail_slot),       static_cast<int32_t>(positions.size(0)),
+            static_cast<int32_t>(start.size(0)), static_cast<int32_t>(max_rows)};
+}
+
+}  // namespace flash_csa::ops

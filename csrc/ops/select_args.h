@@ -1,0 +1,82 @@
+// Arguments that several ops of index and select share: pools, selections, score columns.
+#pragma once
+
+#include <algorithm>
+
+#include "core/schedule.h"
+#include "ops/dispatch.h"
+
+namespace flash_csa::ops {
+
+inline constexpr int64_t kMaxTopK = 1 << 16;
+inline constexpr int64_t kMaxIndexHeads = 128;
+
+inline void check_ratio(const Check& check, int64_t ratio) {
+    check.one_of("ratio", ratio, {1, 2, 4, 128});
+}
+
+// The kernels walk from head to head without a stride.
+inline void check_packed_heads(const Check& check, const char* label, const Tensor& t) {
+    check.require(t.numel() == 0 || t.size(1) == 1 || t.stride(1) == t.size(2),
+                  std::string(label) + " must have its heads packed, got stride " +
+                      std::to_string(t.stride(1)) + " between heads of " +
+                      std::to_string(t.size(2)) + " bytes");
+}
+
+inline PoolView pool_view(Check& check, const OptTensor& blocks, const OptTensor& counts) {
+    check("pool.blocks", blocks);
+    check("pool.counts", counts);
+    check.require(blocks.has_value() == counts.has_value(),
+                  "pool.blocks and pool.counts must come together, got one of them");
+    if (!blocks.has_value()) return {};
+    return {matrix<const int32_t>(blocks), ptr<const int32_t>(counts),
+            static_cast<int32_t>(blocks->size(1))};
+}
+
+inline SelectionOut selection_out(Check& check, const Tensor& positions, const Tensor& slots,
+                                  const Tensor& lengths, const OptTensor& scores) {
+    check("out.positions", positions);
+    check("out.slots", slots);
+    check("out.lengths", lengths);
+    check("out.scores", scores);
+    return {matrix<int32_t>(positions), matrix<int32_t>(slots), ptr<int32_t>(lengths),
+            matrix<float>(scores)};
+}
+
+inline PoolOut pool_out(Check& check, const OptTensor& blocks, const OptTensor& counts,
+                        const OptTensor& scores) {
+    check("pool_out.blocks", blocks);
+    check("pool_out.counts", counts);
+    check("pool_out.scores", scores);
+    check.require(
+        blocks.has_value() == counts.has_value() && (blocks.has_value() || !scores.has_value()),
+        "pool_out.blocks and pool_out.counts must come together, got one of them");
+    if (!blocks.has_value()) return {};
+    check.in_range("pool_blocks", blocks->size(1), 1, int64_t{1} << 20);
+    return {matrix<int32_t>(blocks), ptr<int32_t>(counts), matrix<float>(scores),
+            static_cast<int32_t>(blocks->size(1))};
+}
+
+inline void check_pools_apart(const Check& check, const SelectParams& p) {
+    check.require(!(p.pool.blocks && p.pool_out.blocks),
+                  "pool and pool_blocks must not be given together (restrict or build), got both");
+}
+
+// A row has a column for every position that the table, or the pool, can name.
+inline void check_columns(const Check& check, const char* label, const Tensor& t,
+                          const PoolView& pool, const BlockTable& table, int64_t page_size) {
+    const int64_t needed =
+        pool.blocks ? int64_t{pool.width} * kPoolBlock : int64_t{table.columns} * page_size;
+    check.require(t.size(1) >= needed,
+                  std::string(label) + " must have at least " + std::to_string(needed) +
+                      " columns (" +
+                      (pool.blocks ? "8 * pool blocks" : "block_table columns * page size") +
+                      "), got " + std::to_string(t.size(1)));
+}
+
+}  // namespace flash_csa::ops
+
+#define FLASH_CSA_SELECT_OUT_SCHEMA                                                           \
+    "Tensor(a!) workspace, Tensor(b!) out_positions, Tensor(c!) out_slots, "                  \
+    "Tensor(d!) out_lengths, Tensor(e!)? out_scores=None, Tensor(f!)? pool_out_blocks=None, " \
+    "Tensor(g!)? pool_out_counts=None, Tensor(h!)? pool_out_scores=None"

@@ -1,0 +1,33 @@
+"""Fixtures of all tests: the device under test, seeds, poison."""
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="device under test: cpu or cuda")
+
+
+@pytest.fixture(scope="session")
+def device(request) -> torch.device:
+    """The device under test."""
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def cpu_level(request):
+    """Runs a test at each instruction level of the CPU back end that this processor has."""
+    from flash_csa import _C
+
+    before = _C.cpu_level()
+    try:
+        _C.set_cpu_level(request.param)
+    except ValueError:
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    _C.set_cpu_level(before)
