@@ -90,7 +90,7 @@ def extension(toolkit: Path | None):
         torch.version.cuda = torch.version.cuda or "13.0"
         os.environ["TORCH_CUDA_ARCH_LIST"] = "9.0a"
     common = ["-O3", "-std=c++17", *defines]
-    cxx = ["-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
+    cxx = ["-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
     nvcc = [HOPPER, "--expt-relaxed-constexpr", "-Xptxas=-v", "-lineinfo", "-fmad=false"]
     return ext.CppExtension(
         "flash_csa._C",

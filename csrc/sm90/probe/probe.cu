@@ -5,17 +5,25 @@
 namespace flash_csa::sm90 {
 namespace {
 
+template <int32_t kId = 0>
+__device__ void write_bytes(int32_t* out) {
+    if constexpr (kId < kNumRecords) {
+        out[kId] = record(static_cast<RecordId>(kId)).bytes();
+        write_bytes<kId + 1>(out);
+    }
+}
+
 __global__ void probe_kernel(int32_t* out) {
 #ifdef __CUDA_ARCH__
-    const int32_t i = threadIdx.x;
-    out[i] = i == 0 ? __CUDA_ARCH__ : record(static_cast<RecordId>(i - 1)).bytes();
+    out[0] = __CUDA_ARCH__;
 #endif
+    write_bytes(out + 1);
 }
 
 }  // namespace
 
 cudaError_t probe(int32_t* out, cudaStream_t stream) {
-    probe_kernel<<<1, 1 + kNumRecords, 0, stream>>>(out);
+    probe_kernel<<<1, 1, 0, stream>>>(out);
     return cudaGetLastError();
 }
 

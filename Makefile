@@ -1,0 +1,66 @@
+# make demo   environment, build, main job          make test   environment, build, tests
+# make lint   formatting and static checks          make clean  removes what these made
+#
+# The active environment is used if its PyTorch is new enough; otherwise .venv is made and PyTorch
+# installed there. TORCH_INDEX=URL takes PyTorch from another package index (a CPU-only one, say).
+# FLASH_CSA_CPU_ONLY=1 builds without the kernels although a CUDA toolkit is there.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: demo test lint build clean
+
+PYTHON ?= python3
+TORCH := torch>=2.11,<2.14
+BUILD_TOOLS := 'setuptools>=77' wheel 'ninja>=1.11' 'numpy>=1.26'
+CUTLASS := 'nvidia-cutlass>=4.2,<5'
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+
+NEW_ENOUGH := import re, torch; v = re.findall(r'\d+', torch.__version__); \
+    raise SystemExit((int(v[0]), int(v[1])) < (2, 11))
+ACTIVE := $(shell $(PYTHON) -c "$(NEW_ENOUGH)" 2>/dev/null && echo yes)
+ifeq ($(ACTIVE),yes)
+PY := $(PYTHON)
+ENV := build/.environment
+else
+PY := .venv/bin/python
+ENV := .venv/.ready
+endif
+PIP := $(PY) -m pip --disable-pip-version-check
+
+demo: build
+	$(PY) -m flash_csa demo $(ARGS)
+
+test: build
+	$(PY) -m pytest $(ARGS)
+
+# A stamp is written last, so an interrupted run is taken up again.
+.venv/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("flash_csa: needs Python >= 3.10, found " + sys.version.split()[0])'
+	$(PYTHON) -m venv --clear .venv
+	$(PIP) install -q $(BUILD_TOOLS)
+	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(PIP) install -q --no-deps $(CUTLASS)
+	$(PIP) install -q $$($(PY) -c "import tomllib as t; p = t.load(open('pyproject.toml', 'rb'))['project']; x = p['optional-dependencies']; print(*(d.replace(' ', '') for d in p['dependencies'] + x['cli'] + x['plots'] + x['test'] if not d.startswith('torch')))")
+	touch $@
+
+build/.environment: pyproject.toml
+	@mkdir -p build
+	$(PIP) install -q $(BUILD_TOOLS)
+	touch $@
+
+build: build/.built-$(if $(FLASH_CSA_CPU_ONLY),cpu,all)
+
+build/.built-%: $(ENV) $(SOURCES)
+	@mkdir -p build && rm -f build/.built-*
+	$(PIP) install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+lint: $(ENV)
+	$(PIP) install -q 'ruff>=0.5' 'clang-format>=18,<24'
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	find csrc tests bench cmake -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
+	    | xargs $(dir $(PY))clang-format --dry-run --Werror
+
+clean:
+	rm -rf build dist .venv python/*.egg-info python/flash_csa/*.so
