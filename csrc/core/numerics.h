@@ -391,7 +391,7 @@ FCSA_HD void rms_norm_row(const float* x, const float* w, float eps, uint16_t* o
 // Products and sum are rounded one by one, as eager PyTorch does: a fused form changes golden
 // bytes.
 
-constexpr int kRopeDims = 64;
+constexpr int kRopeDims = 64;  // the last dims of a main, window or index vector
 
 FCSA_HD void rope_pair(float a, float b, float cos, float sin, float* out_a, float* out_b) {
     *out_a = sub_rn(mul_rn(a, cos), mul_rn(b, sin));

@@ -8,12 +8,12 @@
 
 #include <cstdint>
 
+#include "core/numerics.h"
 #include "core/records.h"
 
 namespace flash_csa {
 
 inline constexpr int32_t kHeadDim = 512;   // K = V, one vector
-inline constexpr int32_t kRopeDims = 64;   // the last dims of a main, window or index vector
 inline constexpr int32_t kIndexDim = 128;  // index key and query
 inline constexpr int32_t kPoolBlock = 8;   // positions of a candidate block
 inline constexpr int32_t kMaxRatios = 8;   // ratios of one step
