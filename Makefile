@@ -38,21 +38,22 @@ test: build
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("flash_csa: needs Python >= 3.10, found " + sys.version.split()[0])'
 	$(PYTHON) -m venv --clear .venv
 	$(PIP) install -q $(BUILD_TOOLS)
-	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(PIP) install -q --no-deps $(CUTLASS)
-	$(PIP) install -q $$($(PY) -c "import tomllib as t; p = t.load(open('pyproject.toml', 'rb'))['project']; x = p['optional-dependencies']; print(*(d.replace(' ', '') for d in p['dependencies'] + x['cli'] + x['plots'] + x['test'] if not d.startswith('torch')))")
+	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	touch $@
 
 build/.environment: pyproject.toml
 	@mkdir -p build
 	$(PIP) install -q $(BUILD_TOOLS)
+	$(PIP) install -q --no-deps $(CUTLASS)
 	touch $@
 
 build: build/.built-$(if $(FLASH_CSA_CPU_ONLY),cpu,all)
 
 build/.built-%: $(ENV) $(SOURCES)
 	@mkdir -p build && rm -f build/.built-*
-	$(PIP) install -q --no-build-isolation --no-deps -e .
+	$(PIP) install -q --no-build-isolation -e '.[cli,plots,test]'
+	@$(PY) -c "from flash_csa import _C; print('flash_csa: built', 'for CPU and sm_90a' if _C.HAS_CUDA else 'the CPU half only (no CUDA toolkit in use)')"
 	touch $@
 
 lint: $(ENV)

@@ -105,6 +105,8 @@ def extension(toolkit: Path | None):
     )
 
 
+# An environment that is used without being activated has its ninja beside its Python.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 toolkit = find_toolkit()
 check_environment(toolkit)
 if toolkit is None:
