@@ -9,11 +9,6 @@ namespace flash_csa::cpu {
     __attribute__((weak)) void stage(const Params&) {                           \
         throw std::invalid_argument("flash_csa." #stage ": not supported yet"); \
     }
-FCSA_PENDING(store, StoreParams)
-FCSA_PENDING(load, LoadParams)
-FCSA_PENDING(rope_store, RopeStoreParams)
-FCSA_PENDING(quantize_query, QuantizeQueryParams)
-FCSA_PENDING(compress, CompressParams)
 FCSA_PENDING(index_scores, IndexScoresParams)
 FCSA_PENDING(select, SelectParams)
 FCSA_PENDING(index_select, IndexSelectParams)
