@@ -6,6 +6,8 @@ import torch
 
 from . import _C
 
+PAGE_ALIGN = 16  # bytes: base and stride of pages, the widest vector load
+
 
 @dataclass(frozen=True)
 class Record:
@@ -36,6 +38,10 @@ class Record:
     def payload(self, page_size: int) -> int:
         """Bytes of a page of `page_size` records."""
         return -(-page_size * self.bytes // self.page_align) * self.page_align
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of an allocated page: its payload, rounded up to the alignment of pages."""
+        return -(-self.payload(page_size) // PAGE_ALIGN) * PAGE_ALIGN
 
     def data_at(self, offset: int) -> int:
         """Byte offset in its page of the row of record `offset`."""
@@ -80,9 +86,8 @@ class Pages:
         cls, num_pages: int, record: str, page_size: int, device: torch.device | str = "cpu"
     ) -> "Pages":
         """Zeroed pages: a record that was never written decodes to zeros."""
-        page_bytes = -(-RECORDS[record].payload(page_size) // 16) * 16
-        data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
-        return cls(data, record, page_size)
+        shape = (num_pages, RECORDS[record].page_bytes(page_size))
+        return cls(torch.zeros(shape, dtype=torch.uint8, device=device), record, page_size)
 
     @property
     def num_slots(self) -> int:
