@@ -175,7 +175,7 @@ def test_bad_heads_and_files(tmp_path):
     broken = tmp_path / "config.json"
     for text in ("{", "[]"):
         broken.write_text(text)
-        with pytest.raises(ValueError, match="config.json"):
+        with pytest.raises(ValueError, match=r"config\.json"):
             LayerPlan.from_config(broken)
     with pytest.raises(ValueError, match="cannot read"):
         LayerPlan.from_config(tmp_path / "absent.json")
