@@ -13,14 +13,14 @@ class Record:
 
     name: str
     dims: int
-    element: str  # "e2m1": two codes per byte, the even dim in the low nibble; "e4m3"
+    element: str  # "E2M1": two codes per byte, the even dim in the low nibble; "E4M3"
     group: int  # channels that share a scale
-    scale: str  # "e4m3", "ue8m0" (exponent + 127) or "f32" (little-endian)
+    scale_kind: str  # "E4M3", "UE8M0" (exponent + 127) or "FP32" (little-endian)
     amax_floor: float  # smallest group maximum that a scale is derived from
     data_bytes: int
     scale_bytes: int
     page_order: str  # "token-major": data and scales of an entry together; "page-split"
-    page_multiple: int = 1  # a page is padded to a multiple of this many bytes
+    page_align: int = 1  # a page is padded to a multiple of this many bytes
     bf16_dims: int = 0  # last dims, kept in BF16 after the codes
 
     @property
@@ -38,25 +38,25 @@ class Record:
         """Scales per entry."""
         return self.coded_dims // self.group
 
-    def page_bytes(self, page_size: int) -> int:
+    def payload(self, page_size: int) -> int:
         """Bytes of a page of `page_size` entries, padding included."""
         payload = self.bytes * page_size
-        return -(-payload // self.page_multiple) * self.page_multiple
+        return -(-payload // self.page_align) * self.page_align
 
 
 RECORDS = {
     record.name: record
     for record in (
         # V4.1 compressed KV: 256 + 32 = 288 bytes
-        Record("MainFp4", 512, "e2m1", 16, "e4m3", 6 * 2.0**-9, 256, 32, "token-major"),
+        Record("MainFp4", 512, "E2M1", 16, "E4M3", 6 * 2.0**-9, 256, 32, "token-major"),
         # V4.1 sliding window: 512 + 16 = 528 bytes
-        Record("WindowFp8", 512, "e4m3", 32, "ue8m0", 1e-4, 512, 16, "token-major"),
+        Record("WindowFp8", 512, "E4M3", 32, "UE8M0", 1e-4, 512, 16, "token-major"),
         # V4.1 and V4 index keys: 64 + 4 = 68 bytes
-        Record("IndexFp4", 128, "e2m1", 32, "ue8m0", 6 * 2.0**-126, 64, 4, "page-split"),
+        Record("IndexFp4", 128, "E2M1", 32, "UE8M0", 6 * 2.0**-126, 64, 4, "page-split"),
         # V4 main and window: 448 E4M3 + 64 BF16, 7 scales + 1 zero byte: 576 + 8 = 584 bytes
-        Record("MixedFp8", 512, "e4m3", 64, "ue8m0", 1e-4, 576, 8, "page-split", 576, 64),
+        Record("MixedFp8", 512, "E4M3", 64, "UE8M0", 1e-4, 576, 8, "page-split", 576, 64),
         # V3.2 index keys, and V4's on Hopper: 128 + 4 = 132 bytes
-        Record("IndexFp8", 128, "e4m3", 128, "f32", 1e-4, 128, 4, "page-split"),
+        Record("IndexFp8", 128, "E4M3", 128, "FP32", 1e-4, 128, 4, "page-split"),
     )
 }
 

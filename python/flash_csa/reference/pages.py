@@ -7,13 +7,13 @@ data of all entries of the page, then their scales; padding, if any, follows.
 import torch
 from torch import Tensor
 
-from flash_csa.reference.layout import Record, record_of
-from flash_csa.reference.quant import Quantized, dequantize, quantize
+from .layout import Record, record_of
+from .quant import Quantized, dequantize, quantize
 
 
 def new_pages(num_pages: int, record, page_size: int) -> Tensor:
     """Zeroed pages u8[num_pages, page_bytes] for `record`. Never-written entries decode to 0."""
-    return torch.zeros(num_pages, record_of(record).page_bytes(page_size), dtype=torch.uint8)
+    return torch.zeros(num_pages, record_of(record).payload(page_size), dtype=torch.uint8)
 
 
 def _byte_offsets(offset: Tensor, record: Record, page_size: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_csa.reference.layout import record_of
+from .layout import record_of
 
 # The magnitudes of codes 0, 1, 2, ... ; the sign is the bit above them.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -22,7 +22,7 @@ _NAN = torch.tensor([torch.nan])
 _E2M1_VALUES = torch.cat([E2M1, -E2M1])
 _E4M3_VALUES = torch.cat([E4M3, _NAN, -E4M3, _NAN])
 _UE8M0_VALUES = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [torch.nan])
-_NAN_BYTE = {"e4m3": 0x7F, "ue8m0": 0xFF}
+_NAN_BYTE = {"E4M3": 0x7F, "UE8M0": 0xFF}
 
 
 class Quantized(NamedTuple):
@@ -100,20 +100,20 @@ def _encode_scales(groups: Tensor, record) -> Tensor:
     it. A group with a NaN or an Inf gets a NaN scale.
     """
     finite = groups.isfinite().all(-1)
-    largest_code = (E2M1 if record.element == "e2m1" else E4M3)[-1]
+    largest_code = (E2M1 if record.element == "E2M1" else E4M3)[-1]
     amax = torch.where(finite, groups.abs().amax(-1), 0.0).clamp(min=record.amax_floor)
     scale = amax / largest_code
-    if record.scale == "f32":
+    if record.scale_kind == "FP32":
         return torch.where(finite, scale, torch.nan).unsqueeze(-1).view(torch.uint8).flatten(-2)
-    stored = encode_e4m3(scale) if record.scale == "e4m3" else encode_ue8m0(scale)
-    return torch.where(finite, stored, _NAN_BYTE[record.scale]).to(torch.uint8)
+    stored = encode_e4m3(scale) if record.scale_kind == "E4M3" else encode_ue8m0(scale)
+    return torch.where(finite, stored, _NAN_BYTE[record.scale_kind]).to(torch.uint8)
 
 
 def _decode_scales(scales: Tensor, record) -> Tensor:
     """f32[..., num_groups] from stored scales u8[..., scale_bytes]."""
-    if record.scale == "f32":
+    if record.scale_kind == "FP32":
         return scales.contiguous().view(torch.float32)
-    decode = decode_e4m3 if record.scale == "e4m3" else decode_ue8m0
+    decode = decode_e4m3 if record.scale_kind == "E4M3" else decode_ue8m0
     return decode(scales[..., : record.num_groups])
 
 
@@ -128,10 +128,8 @@ def quantize(x: Tensor, record) -> Quantized:
     scales = _encode_scales(groups, record)
     scaled = groups / _decode_scales(scales, record).unsqueeze(-1)
     scaled = torch.where(scaled.isfinite(), scaled, 0.0).flatten(-2)
-    if record.element == "e2m1":
-        data = pack_nibbles(encode_e2m1(scaled))
-    else:
-        data = encode_e4m3(scaled)
+    is_fp4 = record.element == "E2M1"
+    data = pack_nibbles(encode_e2m1(scaled)) if is_fp4 else encode_e4m3(scaled)
     if record.bf16_dims:
         kept = x[..., record.coded_dims :].to(torch.bfloat16).contiguous()
         data = torch.cat([data, kept.view(torch.uint8)], dim=-1)
@@ -145,7 +143,7 @@ def dequantize(data: Tensor, scales: Tensor, record) -> Tensor:
     Exact in BF16 for every record but IndexFp8, whose product is rounded to FP32.
     """
     record = record_of(record)
-    if record.element == "e2m1":
+    if record.element == "E2M1":
         codes = decode_e2m1(unpack_nibbles(data))
     else:
         codes = decode_e4m3(data[..., : record.coded_dims])
