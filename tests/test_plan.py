@@ -27,7 +27,8 @@ def modes(plan: LayerPlan, mode: str) -> list[int]:
 def test_the_shipped_configs_are_the_published_ones(name):
     path = PUBLISHED / f"{name.replace('-', '_')}.json"
     assert configs.BY_NAME[name] == json.loads(path.read_text())
-    assert LayerPlan.from_config(path) == LayerPlan.from_config(configs.BY_NAME[name])
+    plan = LayerPlan.from_config(configs.BY_NAME[name])
+    assert LayerPlan.from_config(path) == LayerPlan.from_config(name) == plan
 
 
 def test_v41_flash_roles():
@@ -159,6 +160,10 @@ BAD = {
     "rms_norm_eps must be a positive number, got nan": {"rms_norm_eps": float("nan")},
     "rope_scaling must be a mapping, got yarn": {"rope_scaling": "yarn"},
     "rope_scaling.factor is missing": {"rope_scaling": {"rope_type": "yarn"}},
+    "rope_scaling.factor must be 16, got 4": {
+        "rope_scaling": {**configs.V41_FLASH["rope_scaling"], "factor": 4}
+    },
+    "compress_rope_theta must be 160000, got 10000": {"compress_rope_theta": 10000},
 }
 
 
@@ -177,5 +182,5 @@ def test_bad_heads_and_files(tmp_path):
         broken.write_text(text)
         with pytest.raises(ValueError, match=r"config\.json"):
             LayerPlan.from_config(broken)
-    with pytest.raises(ValueError, match="cannot read"):
+    with pytest.raises(ValueError, match="config must be one of v41-flash, v4-flash, v4-pro or a"):
         LayerPlan.from_config(tmp_path / "absent.json")

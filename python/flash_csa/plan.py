@@ -19,12 +19,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .configs import BY_NAME
+
 HEAD_DIM = 512  # K = V, one vector
 ROPE_DIMS = 64  # the last dims of a main, window or index vector
 INDEX_DIM = 128
 POOL_BLOCK = 8  # positions of a candidate block
 CONTIGUOUS_RATIO = 128  # at this ratio a layer may attend to every entry instead of selecting
 RATIOS = (0, 1, 2, 4, CONTIGUOUS_RATIO)
+
+# What the kernels and the rotation table are made for.
+_FIXED = {
+    "head_dim": HEAD_DIM,
+    "qk_rope_head_dim": ROPE_DIMS,
+    "index_head_dim": INDEX_DIM,
+    "num_key_value_heads": 1,
+    "compress_rope_theta": 160000,
+}
+_FIXED_YARN = {
+    "factor": 16,
+    "original_max_position_embeddings": 65536,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 
 Mode = Literal["window", "full", "reindex", "reuse"]
 
@@ -85,16 +102,6 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
-class Yarn:
-    """Frequency scaling of the compressed layers' rotation."""
-
-    factor: float
-    original_max_positions: int
-    beta_fast: float
-    beta_slow: float
-
-
-@dataclass(frozen=True)
 class LayerPlan:
     """The attention side of a model, layer by layer. Head counts are those of this shard."""
 
@@ -113,7 +120,6 @@ class LayerPlan:
     eps: float
     theta: float
     compressed_theta: float
-    yarn: Yarn
     max_positions: int
 
     @classmethod
@@ -123,9 +129,9 @@ class LayerPlan:
         """The plan of a published configuration.
 
         Args:
-            config: one of `flash_csa.configs`, a mapping with the same fields, or the path of a
-                config.json. Entries of `compress_ratios` after the last layer belong to draft
-                layers and are ignored.
+            config: one of `flash_csa.configs`, its name ("v41-flash", "v4-flash", "v4-pro"), a
+                mapping with the same fields, or the path of a config.json. Entries of
+                `compress_ratios` after the last layer belong to draft layers and are ignored.
             heads: query heads of this tensor-parallel shard; default: all of the model's. Index
                 heads are not split: every rank needs the same selection.
 
@@ -138,14 +144,11 @@ class LayerPlan:
         ratios = fields.ratios()
         layers, groups = _assign(fields, ratios, family)
         pooled = any(layer.builds_pool for layer in layers)
-        yarn = _Fields(fields.mapping("rope_scaling"), "rope_scaling.")
-        for field, value in (
-            ("head_dim", HEAD_DIM),
-            ("qk_rope_head_dim", ROPE_DIMS),
-            ("index_head_dim", INDEX_DIM),
-            ("num_key_value_heads", 1),
-        ):
+        for field, value in _FIXED.items():
             fields.fixed(field, value)
+        scaling = _Fields(fields.mapping("rope_scaling"), "rope_scaling.")
+        for field, value in _FIXED_YARN.items():
+            scaling.fixed(field, value)
         if pooled:
             fields.fixed("candidate_block_size", POOL_BLOCK)
         if heads is not None and (not _is_int(heads) or heads < 1):
@@ -166,12 +169,6 @@ class LayerPlan:
             eps=fields.number("rms_norm_eps"),
             theta=fields.number("rope_theta"),
             compressed_theta=fields.number("compress_rope_theta"),
-            yarn=Yarn(
-                factor=yarn.number("factor"),
-                original_max_positions=yarn.count("original_max_position_embeddings"),
-                beta_fast=yarn.number("beta_fast"),
-                beta_slow=yarn.number("beta_slow"),
-            ),
             max_positions=fields.count("max_position_embeddings"),
         )
 
@@ -340,11 +337,14 @@ class _Fields:
 def _load(config: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
+    if config in BY_NAME:
+        return BY_NAME[config]
     try:
         with open(config, encoding="utf-8") as file:
             loaded = json.load(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"flash_csa.LayerPlan: cannot read {config}: {error}") from error
+        expected = f"one of {', '.join(BY_NAME)} or a readable config.json"
+        raise _error("config", expected, f"{config} ({error})") from error
     if not isinstance(loaded, dict):
         raise _error(str(config), "a JSON object", type(loaded).__name__)
     return loaded
