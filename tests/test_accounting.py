@@ -110,13 +110,15 @@ def test_v4_tails():
     assert drafts.tails_allocated == 21 * csa * 12 // 8 + 20 * hca * 132 // 128
 
 
-def test_step_buffers():
-    buffers = accounting.step_bytes(CacheSpec().layout(V41, max_tokens=M), 4)
-    assert buffers == {
+def test_lists_and_tables():
+    layout = CacheSpec().layout(V41, max_tokens=M)
+    assert accounting.step_bytes(layout, 4) == {
         "selection": 4 * (2 * 512 + 1) * 4,
         "pool": 4 * (2048 + 1) * 4,
         "window lists": 4 * (128 + 1 + 1) * 4,
-        "entry slots, n_vis": 4 * 2 * 2 * 4,
+        "entry slots and n_vis": 4 * 2 * 2 * 4,
+    }
+    assert accounting.table_bytes(layout) == {
         "block tables": (8192 + 16384 + 2) * 4,
         "cos/sin tables": 2 * 256 * 2**20,
     }

@@ -1,9 +1,9 @@
 """Bytes and FLOPs of every record and stage: the only place that counts them.
 
 Cache: `bytes_per_token` is the published figure, `cache_bytes` sets it beside what a layout
-allocates, `step_bytes` counts the buffers of a step. Work: one function per stage gives its Cost
-from shapes, `layer_costs` and `step_costs` add them up over a plan. Costs are models: every byte
-that must cross HBM once, and nothing else.
+allocates, `step_bytes` and `table_bytes` count what lies beside it. Work: one function per stage
+gives its Cost from shapes, `layer_costs` and `step_costs` add them up over a plan. Costs are
+models: every byte that must cross HBM once, and nothing else.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,15 +147,22 @@ def _record_bytes(layout: CacheLayout, tokens: Sequence[int]) -> Iterator[Record
 
 
 def step_bytes(layout: CacheLayout, rows: int) -> dict[str, int]:
-    """Bytes of the buffers of a step of `rows` rows, which all layers share, and of the tables."""
+    """Bytes of the lists of a step of `rows` rows, which all layers share."""
     plan = layout.plan
-    columns = sum(layout.max_pages(ratio) for ratio in plan.ratios) + layout.window_columns
-    thetas = {layer.ratio > 0 for layer in plan.layers}
     return {
         "selection": rows * _list_bytes(2 * plan.topk),
         "pool": rows * _list_bytes(plan.pool_blocks) if plan.pool_blocks else 0,
         "window lists": rows * (_list_bytes(plan.window) + I32),
-        "entry slots, n_vis": rows * 2 * len(plan.ratios) * I32,
+        "entry slots and n_vis": rows * 2 * len(plan.ratios) * I32,
+    }
+
+
+def table_bytes(layout: CacheLayout) -> dict[str, int]:
+    """Bytes of the tables that live as long as the cache."""
+    plan = layout.plan
+    columns = sum(layout.max_pages(ratio) for ratio in plan.ratios) + layout.window_columns
+    thetas = {layer.ratio > 0 for layer in plan.layers}
+    return {
         "block tables": layout.max_requests * columns * I32,
         "cos/sin tables": len(thetas) * plan.max_positions * ROPE_DIMS * F32,
     }
