@@ -114,7 +114,7 @@ void attend(const Tensor& q, const OptTensor& main_pages, int64_t main_record,
     p.workspace = workspace_view(workspace);
     set_out(p, out);
     p.lse = matrix<float>(lse);
-    run(check, p, cpu::attend);
+    run(check, p, cpu::attend, FLASH_CSA_SM90(attend));
 }
 
 void merge(const Tensor& outs, const Tensor& lses, const OptTensor& sink,
@@ -141,7 +141,7 @@ void merge(const Tensor& outs, const Tensor& lses, const OptTensor& sink,
     if (derotate_cos_sin.has_value()) p.derotate = cos_sin(*derotate_cos_sin);
     set_out(p, out);
     p.lse = matrix<float>(lse);
-    run(check, p, cpu::merge);
+    run(check, p, cpu::merge, FLASH_CSA_SM90(merge));
 }
 
 }  // namespace

@@ -42,6 +42,7 @@ class Check {
     PagesOf<uint8_t> pages(const char* argument, const Tensor& t, int64_t record, int64_t page_size,
                            std::initializer_list<RecordId> allowed) const;
 
+    const char* op() const { return op_->op; }
     bool is_cuda() const { return cuda_; }
     int32_t device() const { return device_; }
 

@@ -112,7 +112,7 @@ void compress(const Tensor& kv, const Tensor& batch_positions, const Tensor& bat
     p.rotate = rotate;
     p.latent_out = matrix<uint16_t>(latent_out);
     p.workspace = workspace_view(workspace);
-    run(check, p, cpu::compress);
+    run(check, p, cpu::compress, FLASH_CSA_SM90(compress));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The device and the stream on which a CUDA launcher runs.
+// The device and the stream on which a CUDA launcher runs, and its errors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,11 +6,12 @@
 #include <stdexcept>
 #include <string>
 
-#include "ops/torch_abi.h"
+#include "ops/check.h"
+#include "sm90/kernels.h"
 
 // libtorch_cuda has this one, a CPU-only PyTorch does not: weak, so that one library loads in both.
-extern "C" __attribute__((weak)) AOTITorchError
-aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(
+    int32_t device_index, void** ret_stream);
 
 namespace flash_csa::ops {
 
@@ -31,9 +32,33 @@ class CudaScope {
     cudaStream_t stream_ = nullptr;
 };
 
-inline void check_launch(const char* op, cudaError_t error) {
-    if (error != cudaSuccess)
-        throw std::runtime_error(std::string("flash_csa.") + op + ": " + cudaGetErrorString(error));
+// The kernels are machine code for sm_90a alone.
+inline void check_capability(const Check& check) {
+    constexpr int kMaxDevices = 64;
+    static int known[kMaxDevices] = {};  // major * 10 + minor; a race writes the same value twice
+    const int32_t device = check.device();
+    int capability = device < kMaxDevices ? known[device] : 0;
+    if (capability == 0) {
+        int major = 0, minor = 0;
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+        capability = major * 10 + minor;
+        if (device < kMaxDevices) known[device] = capability;
+    }
+    check.require(capability == 90, "needs compute capability 9.0 (H100, H200), got " +
+                                        std::to_string(capability / 10) + "." +
+                                        std::to_string(capability % 10) + "; CPU tensors work");
+}
+
+inline void check_launch(const Check& check, cudaError_t error) {
+    if (error == cudaSuccess) return;
+    const sm90::LaunchShape& shape = sm90::last_launch;
+    throw std::runtime_error(std::string("flash_csa.") + check.op() + ": launch of (" +
+                             std::to_string(shape.x) + ", " + std::to_string(shape.y) + ", " +
+                             std::to_string(shape.z) + ") blocks of " +
+                             std::to_string(shape.threads) + " threads with " +
+                             std::to_string(shape.shared) + " bytes of shared memory failed: " +
+                             cudaGetErrorString(error));
 }
 
 }  // namespace flash_csa::ops

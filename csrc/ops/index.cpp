@@ -36,7 +36,7 @@ void quantize_query(const Tensor& q, const Tensor& positions, const Tensor& cos_
         p.scales_f32 = matrix<float>(out_scales);
     p.rows = static_cast<int32_t>(check["R"]);
     p.heads = static_cast<int32_t>(check["Hi"]);
-    run(check, p, cpu::quantize_query);
+    run(check, p, cpu::quantize_query, FLASH_CSA_SM90(quantize_query));
 }
 
 // The arguments that index_scores and index_select share.
@@ -105,7 +105,7 @@ void index_scores(const Tensor& query_codes, const Tensor& query_scales, const T
     p.workspace = workspace_view(workspace);
     p.out = matrix<float>(out);
     p.columns = out.size(1);
-    run(check, p, cpu::index_scores);
+    run(check, p, cpu::index_scores, FLASH_CSA_SM90(index_scores));
 }
 
 void index_select(const Tensor& query_codes, const Tensor& query_scales, const Tensor& index_pages,
@@ -143,7 +143,7 @@ void index_select(const Tensor& query_codes, const Tensor& query_scales, const T
     p.select.out = selection_out(check, out_positions, out_slots, out_lengths, out_scores);
     p.select.pool_out = pool_out(check, pool_out_blocks, pool_out_counts, pool_out_scores);
     check_pools_apart(check, p.select);
-    run(check, p, cpu::index_select);
+    run(check, p, cpu::index_select, FLASH_CSA_SM90(index_select));
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ void probe(const Tensor& out) {
     check.bind("words", 1 + kNumRecords);
     check("out", out);
     const CudaScope scope(check.device());
-    check_launch("probe", sm90::probe(static_cast<int32_t*>(out.data_ptr()), scope.stream()));
+    check_launch(check, sm90::probe(static_cast<int32_t*>(out.data_ptr()), scope.stream()));
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ void select(const Tensor& scores, const Tensor& batch_positions, const Tensor& b
     p.out = selection_out(check, out_positions, out_slots, out_lengths, out_scores);
     p.pool_out = pool_out(check, pool_out_blocks, pool_out_counts, pool_out_scores);
     check_pools_apart(check, p);
-    run(check, p, cpu::select);
+    run(check, p, cpu::select, FLASH_CSA_SM90(select));
 }
 
 void normalize_pool(const Tensor& blocks, const Tensor& positions, int64_t ratio,
@@ -63,7 +63,7 @@ void normalize_pool(const Tensor& blocks, const Tensor& positions, int64_t ratio
     p.ratio = static_cast<int32_t>(ratio);
     p.max_entries = static_cast<int32_t>(max_entries);
     p.strict = strict;
-    run(check, p, cpu::normalize_pool);
+    run(check, p, cpu::normalize_pool, FLASH_CSA_SM90(normalize_pool));
 }
 
 void merge_selections(const Tensor& positions, const Tensor& scores, int64_t k,
@@ -89,7 +89,7 @@ void merge_selections(const Tensor& positions, const Tensor& scores, int64_t k,
     p.block_table = block_table(table);
     p.page_size = static_cast<int32_t>(page_size);
     p.out = selection_out(check, out_positions, out_slots, out_lengths, out_scores);
-    run(check, p, cpu::merge_selections);
+    run(check, p, cpu::merge_selections, FLASH_CSA_SM90(merge_selections));
 }
 
 void merge_pools(const Tensor& blocks, const Tensor& scores, const Tensor& positions, int64_t ratio,
@@ -110,7 +110,7 @@ void merge_pools(const Tensor& blocks, const Tensor& scores, const Tensor& posit
     p.ratio = static_cast<int32_t>(ratio);
     p.strict = strict;
     p.out = pool_out(check, pool_out_blocks, pool_out_counts, pool_out_scores);
-    run(check, p, cpu::merge_pools);
+    run(check, p, cpu::merge_pools, FLASH_CSA_SM90(merge_pools));
 }
 
 }  // namespace

@@ -71,7 +71,7 @@ void step_slots(const Tensor& batch_positions, const Tensor& batch_row_request,
     p.window_lengths = ptr<int32_t>(lists_lengths);
     p.entry_slots = matrix<int32_t>(entry_slots);
     p.n_vis = matrix<int32_t>(n_vis);
-    run(check, p, cpu::step_slots);
+    run(check, p, cpu::step_slots, FLASH_CSA_SM90(step_slots));
 }
 
 void schedule(const Tensor& batch_positions, const Tensor& batch_row_request,
@@ -120,7 +120,7 @@ void schedule(const Tensor& batch_positions, const Tensor& batch_row_request,
     p.num_sms = static_cast<int32_t>(num_sms);
     p.out = matrix<int32_t>(out);
     p.size = static_cast<int32_t>(out.size(1));
-    run(check, p, cpu::schedule);
+    run(check, p, cpu::schedule, FLASH_CSA_SM90(schedule));
 }
 
 }  // namespace

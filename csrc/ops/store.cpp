@@ -19,7 +19,7 @@ void store(const Tensor& rows, const Tensor& pages, int64_t pages_record, int64_
     check("slots", slots);
     run(check,
         StoreParams{matrix<const uint16_t>(rows), view, ptr<const int32_t>(slots), check["N"]},
-        cpu::store);
+        cpu::store, FLASH_CSA_SM90(store));
 }
 
 void load(const Tensor& pages, int64_t pages_record, int64_t pages_page_size, const Tensor& slots,
@@ -38,7 +38,7 @@ void load(const Tensor& pages, int64_t pages_record, int64_t pages_page_size, co
         p.out_f32 = matrix<float>(out);
     else
         p.out_bf16 = matrix<uint16_t>(out);
-    run(check, p, cpu::load);
+    run(check, p, cpu::load, FLASH_CSA_SM90(load));
 }
 
 void rope_store(const Tensor& q, const Tensor& kv, const Tensor& window_pages,
@@ -64,7 +64,7 @@ void rope_store(const Tensor& q, const Tensor& kv, const Tensor& window_pages,
     p.heads = static_cast<int32_t>(check["H"]);
     p.q_norm = q_norm_eps.has_value();
     p.q_norm_eps = static_cast<float>(q_norm_eps.value_or(0.0));
-    run(check, p, cpu::rope_store);
+    run(check, p, cpu::rope_store, FLASH_CSA_SM90(rope_store));
 }
 
 }  // namespace

@@ -1,0 +1,32 @@
+// One way to launch a kernel: keeps the shape of the launch for the error text.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "sm90/kernels.h"
+
+namespace flash_csa::sm90 {
+
+// grid blocks of `threads` threads. Dynamic shared memory above 48 KiB needs the attribute.
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared,
+                   cudaStream_t stream, const Args&... args) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
+    last_launch = {grid.x, grid.y, grid.z, threads, shared};
+    if (shared > 48 * 1024) {
+        const cudaError_t error = cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        if (error != cudaSuccess) return error;
+    }
+    kernel<<<grid, threads, shared, stream>>>(args...);
+    return cudaGetLastError();
+}
+
+// Blocks along x for `items` of which a block takes `each`: x alone goes beyond 65,535.
+inline dim3 blocks_for(int64_t items, int64_t each) {
+    return dim3(static_cast<unsigned>((items + each - 1) / each));
+}
+
+}  // namespace flash_csa::sm90
