@@ -42,8 +42,7 @@ FCSA_HD int32_t window_begin(const StepSlotsParams& p, int32_t request, int32_t 
 }
 
 // Slot of the entry that the row closes, -1 if it closes none or the entry is stored already.
-FCSA_HD int32_t entry_slot(const StepSlotsParams& p, int32_t i, int32_t request,
-                           int32_t position) {
+FCSA_HD int32_t entry_slot(const StepSlotsParams& p, int32_t i, int32_t request, int32_t position) {
     const int64_t tokens = int64_t{position} + 1;
     const int64_t entry = tokens / p.ratios[i] - 1;
     const int64_t column = entry / p.page_sizes[i];

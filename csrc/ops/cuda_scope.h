@@ -10,8 +10,8 @@
 #include "sm90/kernels.h"
 
 // libtorch_cuda has this one, a CPU-only PyTorch does not: weak, so that one library loads in both.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(
-    int32_t device_index, void** ret_stream);
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace flash_csa::ops {
 
@@ -53,12 +53,11 @@ inline void check_capability(const Check& check) {
 inline void check_launch(const Check& check, cudaError_t error) {
     if (error == cudaSuccess) return;
     const sm90::LaunchShape& shape = sm90::last_launch;
-    throw std::runtime_error(std::string("flash_csa.") + check.op() + ": launch of (" +
-                             std::to_string(shape.x) + ", " + std::to_string(shape.y) + ", " +
-                             std::to_string(shape.z) + ") blocks of " +
-                             std::to_string(shape.threads) + " threads with " +
-                             std::to_string(shape.shared) + " bytes of shared memory failed: " +
-                             cudaGetErrorString(error));
+    throw std::runtime_error(
+        std::string("flash_csa.") + check.op() + ": launch of (" + std::to_string(shape.x) + ", " +
+        std::to_string(shape.y) + ", " + std::to_string(shape.z) + ") blocks of " +
+        std::to_string(shape.threads) + " threads with " + std::to_string(shape.shared) +
+        " bytes of shared memory failed: " + cudaGetErrorString(error));
 }
 
 }  // namespace flash_csa::ops

@@ -29,12 +29,10 @@ void run(const Check& check, const Params& params, void (*cpu)(const Params&), L
 }
 
 // Registers the same functions for CPU and CUDA tensors: the checks are common, `run` divides.
-#define FLASH_CSA_IMPL(m)                                                                   \
-    static void flash_csa_impl(torch::stable::detail::StableLibrary& m);                    \
-    STABLE_TORCH_LIBRARY_IMPL(flash_csa, CPU, cpu_library) { flash_csa_impl(cpu_library); } \
-    STABLE_TORCH_LIBRARY_IMPL(flash_csa, CUDA, cuda_library) {                              \
-        flash_csa_impl(cuda_library);                                                       \
-    }                                                                                       \
+#define FLASH_CSA_IMPL(m)                                                                      \
+    static void flash_csa_impl(torch::stable::detail::StableLibrary& m);                       \
+    STABLE_TORCH_LIBRARY_IMPL(flash_csa, CPU, cpu_library) { flash_csa_impl(cpu_library); }    \
+    STABLE_TORCH_LIBRARY_IMPL(flash_csa, CUDA, cuda_library) { flash_csa_impl(cuda_library); } \
     static void flash_csa_impl(torch::stable::detail::StableLibrary& m)
 
 // The five tensors of a Batch and its host bound, flattened.

@@ -98,9 +98,9 @@ void schedule(const Tensor& batch_positions, const Tensor& batch_row_request,
     check("out", out);
     const int64_t size =
         schedule_size(static_cast<int32_t>(num_sms), static_cast<int32_t>(p.batch.rows));
-    check.require(out.size(1) >= size,
-                  "out must have at least " + std::to_string(size) + " columns for " +
-                      std::to_string(p.batch.rows) + " rows, got " + std::to_string(out.size(1)));
+    check.require(out.size(1) >= size, "out must have at least " + std::to_string(size) +
+                                           " columns for " + std::to_string(p.batch.rows) +
+                                           " rows, got " + std::to_string(out.size(1)));
     p.num_ratios = static_cast<int32_t>(ratios.size());
     for (size_t i = 0; i < ratios.size(); ++i) {
         check.in_range("max_entries", max_entries[i], 0, INT32_MAX);
