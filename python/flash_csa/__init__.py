@@ -14,7 +14,9 @@ if tuple(int(n) for n in _re.findall(r"\d+", _torch.__version__)[:2]) < (2, 11):
 from . import _C, _fakes, configs  # noqa: F401
 from .attend import attend, merge
 from .batch import Batch
+from .cache import BlockPool, Cache, CacheSpec, OutOfPages
 from .compress import Tail, compress
+from .group import Compressor, Group, Query, Step, Tokens, store_window, window_layer
 from .index import IndexQuery, index_scores, quantize_query
 from .plan import LayerPlan
 from .records import RECORDS, Pages, Record
@@ -37,14 +39,23 @@ __all__ = [
     "RECORDS",
     "SYNC_BYTES",
     "Batch",
+    "BlockPool",
+    "Cache",
+    "CacheSpec",
+    "Compressor",
+    "Group",
     "IndexQuery",
     "LayerPlan",
+    "OutOfPages",
     "Pages",
     "Pool",
+    "Query",
     "Record",
     "Selection",
+    "Step",
     "StepSlots",
     "Tail",
+    "Tokens",
     "Window",
     "attend",
     "compress",
@@ -65,6 +76,8 @@ __all__ = [
     "select",
     "step_slots",
     "store",
+    "store_window",
+    "window_layer",
     "workspace",
     "workspace_bytes",
 ]
