@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from core_module import core
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from core_module import core
 
 RATIOS = (1, 2, 4, 128)
 

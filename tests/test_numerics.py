@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from fractions import Fraction
 
-import golden
 import numpy as np
 import pytest
 import torch
-from core_module import core
-from exact import E2M1, E4M3, ceil_log2, every_bf16, fl32, fma32, nearest_even, to_bf16, to_f32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import golden
+from core_module import core
+from exact import E2M1, E4M3, ceil_log2, every_bf16, fl32, fma32, nearest_even, to_bf16, to_f32
 
 F32_NAN = 0x7FC00000
 BF16_NAN = 0x7FC0

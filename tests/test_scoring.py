@@ -2,13 +2,14 @@
 
 from fractions import Fraction
 
-import golden
 import numpy as np
 import pytest
-from core_module import core
-from exact import E2M1, fl32, fma32, to_f32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import golden
+from core_module import core
+from exact import E2M1, fl32, fma32, to_f32
 
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 

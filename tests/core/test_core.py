@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from core_module import ROOT, cmake_build
 
 HEADERS = sorted((ROOT / "csrc" / "core").glob("*.h"))
