@@ -13,11 +13,7 @@ FCSA_PENDING(index_scores, IndexScoresParams)
 FCSA_PENDING(select, SelectParams)
 FCSA_PENDING(index_select, IndexSelectParams)
 FCSA_PENDING(normalize_pool, NormalizePoolParams)
-FCSA_PENDING(attend, AttendParams)
-FCSA_PENDING(merge, MergeParams)
 FCSA_PENDING(merge_selections, MergeSelectionsParams)
 FCSA_PENDING(merge_pools, MergePoolsParams)
-FCSA_PENDING(step_slots, StepSlotsParams)
-FCSA_PENDING(schedule, ScheduleParams)
 
 }  // namespace flash_csa::cpu
