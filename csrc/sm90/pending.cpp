@@ -7,13 +7,10 @@ namespace flash_csa::sm90 {
     __attribute__((weak)) cudaError_t stage(const Params&, cudaStream_t) { \
         return cudaErrorNotSupported;                                      \
     }
-FCSA_PENDING(compress, CompressParams)
 FCSA_PENDING(index_scores, IndexScoresParams)
 FCSA_PENDING(select, SelectParams)
 FCSA_PENDING(index_select, IndexSelectParams)
 FCSA_PENDING(normalize_pool, NormalizePoolParams)
-FCSA_PENDING(attend, AttendParams)
-FCSA_PENDING(merge, MergeParams)
 FCSA_PENDING(merge_selections, MergeSelectionsParams)
 FCSA_PENDING(merge_pools, MergePoolsParams)
 
