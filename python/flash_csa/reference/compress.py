@@ -97,9 +97,10 @@ class Compressor:
     ) -> tuple[int, Tensor]:
         """Pools the rows of positions start, start + 1, ... of a sequence that is under way.
 
-        Rows of earlier positions that a closing entry needs come from `tail` (`write_tail`), but
-        none before `stored` * ratio: entries below `stored` exist already. Returns the first entry
-        and pooled values [count, dim], the same as those of one call over the whole sequence.
+        Rows of earlier positions that a closing entry needs come from `tail` (`write_tail`).
+        Entries below `stored` exist already and are not made again; the overlapping ratio still
+        needs the rows of group `stored` - 1 for the next. Returns the first entry and pooled
+        values [count, dim], the same as those of one call over the whole sequence.
         """
         if self.ratio == 1:
             skip = max(stored - start, 0)
@@ -110,7 +111,7 @@ class Compressor:
         context = 1 if self.overlap and entry > 0 else 0  # pooled along, for the rows it lends
         begin = (entry - context) * self.ratio
         if begin < start:
-            if tail is None or begin < stored * self.ratio:
+            if tail is None:
                 raise ValueError(f"flash_csa.compress: entry {entry} needs rows from {begin} on")
             earlier = tail[:, torch.arange(begin, start) % tail.shape[1]]
             kv, gate = torch.cat([earlier[0], kv]), torch.cat([earlier[1], gate])
