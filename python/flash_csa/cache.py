@@ -275,8 +275,8 @@ class BlockPool:
         """Makes room for rows at positions start .. start + rows - 1, drafts included.
 
         Opens the request on first use. Takes spans for all tokens up to the last row and window
-        pages for the live ones, and hands back window pages that hold no live token: neither the
-        window of a row nor one that a rollback by max_draft could bring back.
+        pages for the live ones, and hands back window pages that no row of this or a later step
+        reads: `start` is the accepted length, and no rollback goes behind it.
 
         Raises:
             ValueError: the request, the rows or the last position exceed the layout.
