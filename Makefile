@@ -24,6 +24,7 @@ ENV := build/.environment
 else
 PY := .venv/bin/python
 ENV := .venv/.ready
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 PIP := $(PY) -m pip --disable-pip-version-check
 

@@ -1,0 +1,90 @@
+"""Writes the README's tables from the code. `--check` only compares.
+
+usage: python docs/render.py [--check]
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from flash_csa import _C, RECORDS, accounting
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+USES = {
+    "MainFp4": "V4.1 compressed KV",
+    "WindowFp8": "V4.1 window KV",
+    "IndexFp4": "index keys and queries",
+    "MixedFp8": "V4 compressed and window KV, 64 RoPE dims in BF16",
+    "IndexFp8": "index keys of earlier Hopper stacks",
+}
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def records() -> str:
+    """The record table."""
+    rows = [
+        [
+            f"`{r.name}`",
+            f"{r.coded_dims} {r.element}"
+            + (f" + {r.dims - r.coded_dims} BF16" if r.dims > r.coded_dims else ""),
+            f"{r.scale_kind} per {r.group}",
+            str(r.bytes),
+            r.page_order,
+            USES[r.name],
+        ]
+        for r in RECORDS.values()
+    ]
+    return table(["record", "values", "scale", "bytes", "page order", "used for"], rows)
+
+
+def cache_bytes() -> str:
+    """Bytes per token of the caches compared."""
+    rows = [[name, f"{float(size):,.10g}"] for name, size in accounting.comparison()]
+    return table(["cache", "bytes/token"], rows)
+
+
+def support() -> str:
+    """What each op takes."""
+    names = [name for name in _C.SIGNATURES if name != "probe"]
+    rows = [
+        ["ops", ", ".join(f"`{name}`" for name in names)],
+        ["ratios", "0 (window only), 1, 2, 4 (overlapping), 128"],
+        [
+            "records",
+            "`store`, `load`: all; main: MainFp4, WindowFp8, MixedFp8; index: IndexFp4, IndexFp8",
+        ],
+        ["page sizes", f"1 to {_C.MAX_PAGE_SIZE}, page strides any multiple of 16 bytes"],
+        ["attention heads", "any number, any head stride; no padding"],
+        ["index heads", "1 to 128"],
+        ["top-k", "1 to 65,536; pools of blocks of 8"],
+        [
+            "PyTorch, Python",
+            "2.11 and later, CPU-only or CUDA; CPython 3.10 and later; one library",
+        ],
+    ]
+    return table(["what", "supported"], rows)
+
+
+BLOCKS = {"records": records, "bytes": cache_bytes, "support": support}
+
+
+def render(text: str) -> str:
+    """`text` with every rendered block replaced."""
+    for name, block in BLOCKS.items():
+        pattern = re.compile(f"(<!-- rendered: {name} -->\n).*?(<!-- end -->)", re.S)
+        text, found = pattern.subn(lambda m, b=block: f"{m[1]}{b()}\n{m[2]}", text)
+        assert found == 1, f"README has {found} blocks named {name}"
+    return text
+
+
+if __name__ == "__main__":
+    before = README.read_text()
+    after = render(before)
+    if "--check" in sys.argv:
+        sys.exit("README.md is stale: run python docs/render.py" if before != after else 0)
+    README.write_text(after)
