@@ -23,7 +23,7 @@ def guarded_pages(
     Pages are at least `padding` bytes apart, the first lies `offset` bytes into the buffer, and as
     many bytes follow the last.
     """
-    payload = record_of(record).page_bytes(page_size)
+    payload = record_of(record).payload(page_size)
     stride = -(-(payload + padding) // 16) * 16
     buffer = torch.full((offset + num_pages * stride + offset,), fill, dtype=torch.uint8)
     buffer = buffer.to(device)

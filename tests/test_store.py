@@ -79,7 +79,7 @@ def test_records_are_those_of_the_reference():
             theirs.group,
             theirs.page_order,
         )
-        assert [ours.payload(p) for p in PAGE_SIZES] == [theirs.page_bytes(p) for p in PAGE_SIZES]
+        assert [ours.payload(p) for p in PAGE_SIZES] == [theirs.payload(p) for p in PAGE_SIZES]
 
 
 @pytest.mark.case("Nibble order")
@@ -209,14 +209,14 @@ def round_trip(x: torch.Tensor, record: str, device, dtype=torch.bfloat16) -> to
 def test_load_decodes_every_byte(record, device):
     """Random bytes, so also codes and scales that no encoder writes."""
     r = RECORDS[record]
-    data = torch.randint(0, 256, (8, r.page_bytes(32)), dtype=torch.uint8)
-    if r.element == "e4m3":
+    data = torch.randint(0, 256, (8, r.payload(32)), dtype=torch.uint8)
+    if r.element == "E4M3":
         data[0, : r.data_bytes] = torch.arange(r.data_bytes) % 256
     slots = torch.arange(256, dtype=torch.int32)
     want = ref_pages.load(data, slots, record, 32)
     got = fc.load(fc.Pages(data.to(device), record, 32), slots.to(device), dtype=torch.float32)
     assert torch.equal(got.cpu().nan_to_num(nan=-77), want.nan_to_num(nan=-77))
-    if r.scale != "f32":
+    if r.scale_kind != "FP32":
         got = fc.load(fc.Pages(data.to(device), record, 32), slots.to(device))
         assert torch.equal(got.cpu().nan_to_num(nan=-77), want.bfloat16().nan_to_num(nan=-77))
 
@@ -248,7 +248,7 @@ def test_page_geometry(record, page_size, device):
     x = values(len(slots), RECORDS[record].dims)
     rows = quant.quantize(x, record)
     decoded = quant.dequantize(*rows, record).nan_to_num(nan=-77)
-    payload = RECORDS[record].page_bytes(page_size)
+    payload = RECORDS[record].payload(page_size)
     for padding in (0, 576, 4096, payload):
         pages, buffer = guarded_pages(
             num_pages, record, page_size, padding=padding, offset=512, device=device
@@ -303,11 +303,11 @@ def test_token_unique_payload(record, device):
     """64 records, each with its own code byte and its own scale: slot t returns t."""
     r = RECORDS[record]
     token = torch.arange(64)
-    step = r.group if r.scale != "f32" else 64
+    step = r.group if r.scale_kind != "FP32" else 64
     scale = 2.0 ** (token % 8 - 4)
-    value = (1 + token // 8 / 8 if r.element == "e4m3" else quant.E2M1[token // 8]) * scale
+    value = (1 + token // 8 / 8 if r.element == "E4M3" else quant.E2M1[token // 8]) * scale
     x = torch.zeros(64, r.dims)
-    x[:, ::step] = (quant.E4M3[-1] if r.element == "e4m3" else 6.0) * scale[:, None]
+    x[:, ::step] = (quant.E4M3[-1] if r.element == "E4M3" else 6.0) * scale[:, None]
     x[:, 1::step] = value[:, None]
     pages = fill_pages(record, 64, device=device)
     order = torch.randperm(64)
