@@ -1,4 +1,6 @@
 // attend and merge: from records and lists to outputs.
+#include <cmath>
+
 #include "core/schedule.h"
 #include "cpu/kernels.h"
 #include "ops/dispatch.h"
@@ -25,12 +27,13 @@ void set_out(Params& p, const Tensor& out) {
         p.out_bf16 = heads<uint16_t>(out);
 }
 
-RecordList record_list(Check& check, const std::string& name, const OptTensor& pages,
-                       int64_t record_id, int64_t page_size, const OptTensor& slots,
-                       const OptTensor& lengths) {
+// Pages, where they are given, and the lists of slots in them, where there are such.
+RecordList record_list(Check& check, const char* label, const OptTensor& pages, int64_t record_id,
+                       int64_t page_size, const OptTensor& slots, const OptTensor& lengths) {
     RecordList list;
+    if (!pages.has_value()) return list;
+    list.pages = const_pages(check.pages(label, *pages, record_id, page_size, kAttended));
     if (!slots.has_value()) return list;
-    list.pages = const_pages(check.pages(name.c_str(), *pages, record_id, page_size, kAttended));
     list.slots = matrix<const int32_t>(slots);
     list.lengths = ptr<const int32_t>(lengths);
     list.columns = static_cast<int32_t>(slots->size(1));
@@ -47,7 +50,7 @@ void check_lists(const Check& check, bool selection, bool selection_lengths, boo
     check.require(contiguous == contiguous_rest,
                   "contiguous must be (block_table, row_request, n_vis), got a part of it");
     check.require(selection || window || contiguous,
-                  "one of selection, contiguous and window must be given, got none");
+                  "selection, contiguous or window must be given, got none of them");
     check.require(!(selection && contiguous),
                   "selection and contiguous must not be given together, got both");
     check.require(main == (selection || contiguous),
@@ -73,10 +76,8 @@ void attend(const Tensor& q, const OptTensor& main_pages, int64_t main_record,
                 contiguous_block_table.has_value(),
                 contiguous_row_request.has_value() && contiguous_n_vis.has_value(),
                 main_pages.has_value(), window_pages.has_value());
-    check("main.pages", main_pages);
     check("selection.slots", selection_slots);
     check("selection.lengths", selection_lengths);
-    check("window.pages", window_pages);
     check("window.slots", window_slots);
     check("window.lengths", window_lengths);
     check("contiguous.block_table", contiguous_block_table);
@@ -89,18 +90,18 @@ void attend(const Tensor& q, const OptTensor& main_pages, int64_t main_record,
     check("out", out);
     check("lse", lse);
     check.workspace(workspace, kSyncBytes);
+    check.require(std::isfinite(softmax_scale),
+                  "softmax_scale must be finite, got " + std::to_string(softmax_scale));
 
     AttendParams p;
     p.q = heads<const uint16_t>(q);
     p.rows = static_cast<int32_t>(check["R"]);
     p.heads = static_cast<int32_t>(check["H"]);
-    p.window = record_list(check, "window", window_pages, window_record, window_page_size,
+    p.window = record_list(check, "window.pages", window_pages, window_record, window_page_size,
                            window_slots, window_lengths);
-    p.main = record_list(check, "main", main_pages, main_record, main_page_size, selection_slots,
-                         selection_lengths);
+    p.main = record_list(check, "main.pages", main_pages, main_record, main_page_size,
+                         selection_slots, selection_lengths);
     if (contiguous_block_table.has_value()) {
-        p.main.pages =
-            const_pages(check.pages("main", *main_pages, main_record, main_page_size, kAttended));
         p.contiguous = block_table(*contiguous_block_table);
         p.contiguous_request = ptr<const int32_t>(contiguous_row_request);
         p.contiguous_n_vis = ptr<const int32_t>(contiguous_n_vis);

@@ -1,8 +1,11 @@
 #include "ops/check.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
 namespace flash_csa::ops {
 namespace {
@@ -77,6 +80,20 @@ int64_t element_bytes(ScalarType type) {
     return 0;
 }
 
+// Whether no two elements lie at one address.
+bool is_distinct(const Tensor& t) {
+    std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
+    for (int64_t d = 0; d < t.dim(); ++d)
+        if (t.size(d) > 1) dims.emplace_back(t.stride(d), t.size(d));
+    std::sort(dims.begin(), dims.end());
+    int64_t extent = 1;  // of the dimensions so far
+    for (const auto& [stride, size] : dims) {
+        if (stride < extent) return false;
+        extent += stride * (size - 1);
+    }
+    return true;
+}
+
 }  // namespace
 
 Check::Check(const char* op) : op_(nullptr) {
@@ -138,13 +155,21 @@ bool Check::match_shape(const char* shape, const Tensor& t) {
     return ok && dim == t.dim();
 }
 
-std::string Check::expected_shape(const char* shape) const {
+// The shape with its known sizes; a free one is shown as given, or by name where the rank is wrong.
+std::string Check::expected_shape(const char* shape, const Tensor& t) const {
+    const int64_t rank = 1 + std::count(shape, shape + std::strlen(shape), ' ');
     std::string out = "[";
+    int64_t dim = 0;
     split(shape, ' ', [&](std::string_view token) {
-        if (out.size() > 1) out += ", ";
+        if (dim > 0) out += ", ";
         const bool plus = token.size() > 2 && token.substr(token.size() - 2) == "+1";
-        const Symbol* s = lookup(plus ? token.substr(0, token.size() - 2) : token);
-        out += s ? std::to_string(s->value + plus) : std::string(token);
+        if (const Symbol* s = lookup(plus ? token.substr(0, token.size() - 2) : token))
+            out += std::to_string(s->value + plus);
+        else if (rank == t.dim() && (token[0] < '0' || token[0] > '9'))
+            out += std::to_string(t.size(dim));
+        else
+            out += token;
+        ++dim;
     });
     return out + "]";
 }
@@ -163,8 +188,8 @@ void Check::operator()(const char* label, const Tensor& t) {
     const std::vector<Symbol> before = symbols_;
     if (!dtype_ok || !match_shape(arg.shape, t)) {
         symbols_ = before;
-        fail(std::string(label) + " must be " + names + " " + expected_shape(arg.shape) + ", got " +
-             dtype_name(t.scalar_type()) + " " + join_sizes(t.sizes()));
+        fail(std::string(label) + " must be " + names + " " + expected_shape(arg.shape, t) +
+             ", got " + dtype_name(t.scalar_type()) + " " + join_sizes(t.sizes()));
     }
     const bool cuda = t.is_cuda();
     const int32_t device = cuda ? t.get_device_index() : -1;
@@ -180,44 +205,31 @@ void Check::operator()(const char* label, const Tensor& t) {
 }
 
 void Check::check_layout(const ArgSignature& arg, const Tensor& t) const {
-    const int64_t dims = t.dim(), bytes = element_bytes(t.scalar_type());
-    const char* wanted = nullptr;
-    bool ok = true;
     if (t.numel() == 0) return;
-    int64_t packed = 1;  // the stride a packed tensor would have
+    const int64_t dims = t.dim(), bytes = element_bytes(t.scalar_type());
+    const bool dense = arg.layout == Layout::Dense || arg.layout == Layout::Pages;
+    bool ok = true;
+    int64_t packed = 1;  // the stride that this dimension has in a packed tensor
     for (int64_t d = dims - 1; d >= 0; --d) {
-        const int64_t stride = t.stride(d);
-        const bool free_outer = arg.layout == Layout::Rows ? d == 0 && dims > 1 : d < dims - 1;
-        if (t.size(d) > 1) {
-            if (arg.layout == Layout::Packed || !free_outer)
-                ok = ok && stride == packed;
-            else if (arg.layout != Layout::Rows)
-                ok = ok && stride * bytes % kAlign == 0;
-            // Rows that overlap must not be written, and no stride may be negative.
-            ok = ok && stride >= (arg.written ? packed : 0);
-        }
-        packed = t.size(d) * (t.size(d) > 1 ? stride : packed);
+        const bool free_stride = d < dims - 1 && (dense || (arg.layout == Layout::Rows && d == 0));
+        if (t.size(d) > 1 && !free_stride) ok = ok && t.stride(d) == packed;
+        if (t.size(d) > 1 && dense && free_stride) ok = ok && t.stride(d) * bytes % kAlign == 0;
+        packed *= t.size(d);
     }
-    switch (arg.layout) {
-        case Layout::Packed:
-            wanted = "contiguous";
-            break;
-        case Layout::Rows:
-            wanted = "contiguous in every dimension but the first";
-            break;
-        default:
-            wanted = "contiguous in the last dimension, other strides multiples of 16 bytes";
-    }
+    const std::string label = arg.label;
     if (!ok)
-        fail(std::string(arg.label) + " must be " + wanted +
-             (arg.written ? " and without overlap" : "") + ", got strides " +
+        fail(label + " must be " +
+             (dense ? "contiguous in the last dimension with other strides multiples of 16 bytes"
+              : arg.layout == Layout::Rows ? "contiguous in every dimension but the first"
+                                           : "contiguous") +
+             ", got strides " + join_sizes(t.strides()));
+    if (arg.written && !is_distinct(t))
+        fail(label + " must not overlap itself (it is written), got strides " +
              join_sizes(t.strides()));
-    const int64_t align =
-        arg.layout == Layout::Dense || arg.layout == Layout::Pages ? kAlign : bytes;
-    if (reinterpret_cast<uintptr_t>(t.data_ptr()) % align != 0)
-        fail(std::string(arg.label) + " must start at a multiple of " + std::to_string(align) +
-             " bytes, got an address that is " +
-             std::to_string(reinterpret_cast<uintptr_t>(t.data_ptr()) % align) + " past one");
+    const uintptr_t past = reinterpret_cast<uintptr_t>(t.data_ptr()) % (dense ? kAlign : bytes);
+    if (past != 0)
+        fail(label + " must start at a multiple of " + std::to_string(dense ? kAlign : bytes) +
+             " bytes, got an address " + std::to_string(past) + " past one");
 }
 
 void Check::one_of(const char* argument, int64_t got, std::initializer_list<int64_t> values) const {
@@ -229,10 +241,16 @@ void Check::one_of(const char* argument, int64_t got, std::initializer_list<int6
     fail(std::string(argument) + " must be one of " + list + ", got " + std::to_string(got));
 }
 
-void Check::in_range(const char* argument, int64_t got, int64_t low, int64_t high) const {
+void Check::in_range(const std::string& argument, int64_t got, int64_t low, int64_t high) const {
     if (got < low || got > high)
-        fail(std::string(argument) + " must be in [" + std::to_string(low) + ", " +
-             std::to_string(high) + "], got " + std::to_string(got));
+        fail(argument + " must be in [" + std::to_string(low) + ", " + std::to_string(high) +
+             "], got " + std::to_string(got));
+}
+
+void Check::not_negative(const char* argument, double got) const {
+    if (!(got >= 0 && std::isfinite(got)))
+        fail(std::string(argument) + " must be finite and not negative, got " +
+             std::to_string(got));
 }
 
 void Check::workspace(const OptTensor& t, int64_t needed) const {
@@ -242,9 +260,11 @@ void Check::workspace(const OptTensor& t, int64_t needed) const {
              std::to_string(got));
 }
 
-Pages Check::pages(const char* argument, const Tensor& t, int64_t id, int64_t page_size,
-                   std::initializer_list<RecordId> allowed) const {
-    const std::string name(argument);
+Pages Check::pages(const char* label, const Tensor& t, int64_t id, int64_t page_size,
+                   std::initializer_list<RecordId> allowed) {
+    (*this)(label, t);
+    const std::string buffer(label);
+    const std::string argument = buffer.substr(0, buffer.find('.'));  // "main" of "main.pages"
     std::string names;
     bool ok = false;
     for (RecordId a : allowed) {
@@ -252,18 +272,18 @@ Pages Check::pages(const char* argument, const Tensor& t, int64_t id, int64_t pa
         names += (names.empty() ? "" : ", ") + std::string(record(a).name);
     }
     if (!ok)
-        fail(name + ".record must be one of " + names + ", got " +
+        fail(argument + ".record must be one of " + names + ", got " +
              (id >= 0 && id < kNumRecords ? record(static_cast<RecordId>(id)).name
                                           : "record id " + std::to_string(id)));
-    in_range((name + ".page_size").c_str(), page_size, 1, kMaxPageSize);
+    in_range(argument + ".page_size", page_size, 1, kMaxPageSize);
     const Record r = record(static_cast<RecordId>(id));
     const int64_t payload = r.payload(static_cast<int32_t>(page_size));
     if (t.size(1) < payload)
-        fail(name + ".pages must have pages of at least " + std::to_string(payload) + " bytes (" +
-             std::to_string(page_size) + " records " + r.name + "), got " +
+        fail(buffer + " must have pages of at least " + std::to_string(payload) + " bytes (" +
+             std::to_string(page_size) + " " + r.name + " records), got " +
              std::to_string(t.size(1)));
     if (t.size(0) * page_size > std::numeric_limits<int32_t>::max())
-        fail(name + ".pages must hold at most 2147483647 slots, got " +
+        fail(buffer + " must hold at most 2147483647 slots, got " +
              std::to_string(t.size(0) * page_size));
     return {ptr<uint8_t>(t), t.stride(0), t.size(0), static_cast<int32_t>(page_size),
             static_cast<RecordId>(id)};

@@ -35,12 +35,14 @@ class Check {
     }
     // `argument` must be one of the values.
     void one_of(const char* argument, int64_t got, std::initializer_list<int64_t> values) const;
-    void in_range(const char* argument, int64_t got, int64_t low, int64_t high) const;
+    void in_range(const std::string& argument, int64_t got, int64_t low, int64_t high) const;
+    // `argument` must be a finite number, not negative.
+    void not_negative(const char* argument, double got) const;
     void workspace(const OptTensor& t, int64_t needed) const;
 
-    // A page buffer in a stated format that `allowed` lists.
-    PagesOf<uint8_t> pages(const char* argument, const Tensor& t, int64_t record, int64_t page_size,
-                           std::initializer_list<RecordId> allowed) const;
+    // Checks a page buffer, in a stated format that `allowed` lists.
+    Pages pages(const char* label, const Tensor& t, int64_t record, int64_t page_size,
+                std::initializer_list<RecordId> allowed);
 
     const char* op() const { return op_->op; }
     bool is_cuda() const { return cuda_; }
@@ -53,7 +55,7 @@ class Check {
     };
     const ArgSignature& find(const char* label) const;
     bool match_shape(const char* shape, const Tensor& t);
-    std::string expected_shape(const char* shape) const;
+    std::string expected_shape(const char* shape, const Tensor& t) const;
     const Symbol* lookup(std::string_view name) const;
     void check_layout(const ArgSignature& arg, const Tensor& t) const;
 

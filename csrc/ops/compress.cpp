@@ -71,14 +71,13 @@ void compress(const Tensor& kv, const Tensor& batch_positions, const Tensor& bat
     check("bias", bias);
     check("tail.rows", tail_rows);
     check("entry_first", entry_first);
-    check("main.pages", main_pages);
-    check("index.pages", index_pages);
     check("key_weight", key_weight);
     check("key_norm_weight", key_norm_weight);
     check("latent_out", latent_out);
     check("workspace", workspace);
     check_index(check, main_pages.has_value(), index_pages.has_value(), key_weight.has_value(),
                 key_norm_weight.has_value());
+    check.not_negative("eps", eps);
     p.overlap = ratio == 4;
     if (tail_rows.has_value()) {
         check.in_range("tail.ring", check["ring"], tail_span(ratio, p.overlap),
@@ -88,10 +87,10 @@ void compress(const Tensor& kv, const Tensor& batch_positions, const Tensor& bat
                   static_cast<int32_t>(check["W"])};
     }
     if (main_pages.has_value())
-        p.main = check.pages("main", *main_pages, main_record, main_page_size,
+        p.main = check.pages("main.pages", *main_pages, main_record, main_page_size,
                              {RecordId::MainFp4, RecordId::WindowFp8, RecordId::MixedFp8});
     if (index_pages.has_value())
-        p.index = check.pages("index", *index_pages, index_record, index_page_size,
+        p.index = check.pages("index.pages", *index_pages, index_record, index_page_size,
                               {RecordId::IndexFp4, RecordId::IndexFp8});
     if (ratio == 1) {
         p.kv_bf16 = matrix<const uint16_t>(kv);

@@ -49,13 +49,12 @@ IndexScoresParams index_params(Check& check, const Tensor& query_codes, const Te
     check("query.codes", query_codes);
     check("query.scales", query_scales);
     check_packed_heads(check, "query.codes", query_codes);
-    check("index.pages", index_pages);
     check("weights", weights);
     check("block_table", table);
     check("schedule", schedule);
     check_ratio(check, ratio);
     IndexScoresParams p;
-    p.index = const_pages(check.pages("index", index_pages, index_record, index_page_size,
+    p.index = const_pages(check.pages("index.pages", index_pages, index_record, index_page_size,
                                       {RecordId::IndexFp4, RecordId::IndexFp8}));
     const bool fp4 = has_dtype(query_scales, ScalarType::Int);
     const int64_t row = record(fp4 ? RecordId::IndexFp4 : RecordId::IndexFp8).data_bytes;

@@ -47,7 +47,7 @@ inline PoolOut pool_out(Check& check, const OptTensor& blocks, const OptTensor& 
                         const OptTensor& scores) {
     check("pool_out.blocks", blocks);
     check("pool_out.counts", counts);
-    check("pool_out.scores", scores);
+    if (scores.has_value()) check("pool_out.scores", *scores);  // not every op has them
     check.require(
         blocks.has_value() == counts.has_value() && (blocks.has_value() || !scores.has_value()),
         "pool_out.blocks and pool_out.counts must come together, got one of them");

@@ -52,7 +52,8 @@ struct OpSignature {
     {"out.scores", "f32", "R K", Layout::Rows, true}
 #define FCSA_POOL_OUT_ARGS                                       \
     {"pool_out.blocks", "i32", "R NBo", Layout::Rows, true},     \
-    {"pool_out.counts", "i32", "R", Layout::Packed, true},       \
+    {"pool_out.counts", "i32", "R", Layout::Packed, true}
+#define FCSA_POOL_OUT_SCORES                                     \
     {"pool_out.scores", "f32", "R NBo", Layout::Rows, true}
 
 inline constexpr ArgSignature kStoreArgs[] = {
@@ -115,6 +116,7 @@ inline constexpr ArgSignature kSelectArgs[] = {
     {"workspace", "u8", "*", Layout::Packed, true},
     FCSA_SELECTION_OUT_ARGS,
     FCSA_POOL_OUT_ARGS,
+    FCSA_POOL_OUT_SCORES,
 };
 inline constexpr ArgSignature kIndexSelectArgs[] = {
     FCSA_QUERY_ARGS,
@@ -125,6 +127,7 @@ inline constexpr ArgSignature kIndexSelectArgs[] = {
     {"workspace", "u8", "*", Layout::Packed, true},
     FCSA_SELECTION_OUT_ARGS,
     FCSA_POOL_OUT_ARGS,
+    FCSA_POOL_OUT_SCORES,
 };
 inline constexpr ArgSignature kNormalizePoolArgs[] = {
     {"blocks", "i32", "R n", Layout::Rows},
@@ -171,6 +174,7 @@ inline constexpr ArgSignature kMergePoolsArgs[] = {
     {"scores", "f32", "parts R n", Layout::Packed},
     {"positions", "i32", "R", Layout::Packed},
     FCSA_POOL_OUT_ARGS,
+    FCSA_POOL_OUT_SCORES,
 };
 inline constexpr ArgSignature kStepSlotsArgs[] = {
     FCSA_BATCH_ARGS,
@@ -199,6 +203,7 @@ inline constexpr ArgSignature kScheduleArgs[] = {
 #undef FCSA_POOL_ARGS
 #undef FCSA_SELECTION_OUT_ARGS
 #undef FCSA_POOL_OUT_ARGS
+#undef FCSA_POOL_OUT_SCORES
 
 template <int N>
 constexpr OpSignature signature(const char* op, const ArgSignature (&args)[N]) {

@@ -1,4 +1,5 @@
 // step_slots and schedule: what all layers of a step share.
+#include <algorithm>
 #include <vector>
 
 #include "core/schedule.h"
@@ -17,6 +18,14 @@ void check_length(const Check& check, const char* argument, size_t got, size_t w
     check.require(got == wanted, std::string(argument) + " must have one value for each of " +
                                      std::to_string(wanted) + " ratios, got " +
                                      std::to_string(got));
+}
+
+// Every value must be one of the step's ratios.
+void check_known(const Check& check, const char* argument, const std::vector<int64_t>& values,
+                 const std::vector<int64_t>& ratios) {
+    for (int64_t v : values)
+        check.require(std::count(ratios.begin(), ratios.end(), v) > 0,
+                      std::string(argument) + " must be among ratios, got " + std::to_string(v));
 }
 
 void step_slots(const Tensor& batch_positions, const Tensor& batch_row_request,
@@ -94,6 +103,8 @@ void schedule(const Tensor& batch_positions, const Tensor& batch_row_request,
     check.in_range("pool_blocks", pool_blocks, 0, INT32_MAX);
     check.in_range("num_sms", num_sms, 1, 1 << 16);
     check("window_first", window_first);
+    check_known(check, "contiguous_ratios", contiguous_ratios, ratios);
+    if (pool_blocks > 0) check_known(check, "pool_ratio", {pool_ratio}, ratios);
     check.bind("sections", num_sections(static_cast<int32_t>(ratios.size())));
     check("out", out);
     const int64_t size =

@@ -12,7 +12,6 @@ constexpr std::initializer_list<RecordId> kAnyRecord = {RecordId::MainFp4, Recor
 void store(const Tensor& rows, const Tensor& pages, int64_t pages_record, int64_t pages_page_size,
            const Tensor& slots) {
     Check check("store");
-    check("pages", pages);
     const Pages view = check.pages("pages", pages, pages_record, pages_page_size, kAnyRecord);
     check.bind("D", record(view.record).dims);
     check("rows", rows);
@@ -25,7 +24,6 @@ void store(const Tensor& rows, const Tensor& pages, int64_t pages_record, int64_
 void load(const Tensor& pages, int64_t pages_record, int64_t pages_page_size, const Tensor& slots,
           const Tensor& out) {
     Check check("load");
-    check("pages", pages);
     const Pages view = check.pages("pages", pages, pages_record, pages_page_size, kAnyRecord);
     check.bind("D", record(view.record).dims);
     check("slots", slots);
@@ -48,14 +46,14 @@ void rope_store(const Tensor& q, const Tensor& kv, const Tensor& window_pages,
     Check check("rope_store");
     check("q", q);
     check("kv", kv);
-    check("window.pages", window_pages);
     check("slots", slots);
     check("positions", positions);
     check("cos_sin", cos_sin_table);
+    check.not_negative("q_norm_eps", q_norm_eps.value_or(0.0));
     RopeStoreParams p;
     p.q = heads<uint16_t>(q);
     p.kv = matrix<const uint16_t>(kv);
-    p.window = check.pages("window", window_pages, window_record, window_page_size,
+    p.window = check.pages("window.pages", window_pages, window_record, window_page_size,
                            {RecordId::WindowFp8, RecordId::MixedFp8});
     p.slots = ptr<const int32_t>(slots);
     p.positions = ptr<const int32_t>(positions);

@@ -56,7 +56,7 @@ class Record:
 
 class _Records(dict[str, Record]):
     def __missing__(self, name: str) -> Record:
-        raise ValueError(f"flash_csa: record must be one of {', '.join(self)}, got {name}")
+        raise ValueError(f"flash_csa.RECORDS: record must be one of {', '.join(self)}, got {name}")
 
 
 RECORDS = _Records({row["name"]: Record(**row) for row in _C.RECORDS})
