@@ -81,6 +81,9 @@ class Pages:
     record: str
     page_size: int
 
+    def __post_init__(self):
+        RECORDS[self.record]  # an unknown name is refused here, where it is given
+
     @classmethod
     def empty(
         cls, num_pages: int, record: str, page_size: int, device: torch.device | str = "cpu"
