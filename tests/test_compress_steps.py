@@ -67,16 +67,16 @@ def test_requests_packed_and_cut_anywhere(kind, data):
     of each are those of a run of its own."""
     limit = 40 if kind.ratio < 128 else 400
     lengths = data.draw(st.lists(st.integers(1, limit), min_size=1, max_size=4))
+    cuts = [sorted(data.draw(st.sets(st.integers(0, n), max_size=5)) | {n}) for n in lengths]
     cache = Cache(kind, len(lengths), max(max(lengths) // kind.ratio, 1))
     inputs = [projections(kind, n, seed=10 + r) for r, n in enumerate(lengths)]
     done = [0] * len(lengths)
-    while done != lengths:
+    while any(cuts):
         chunks = []
         for r in data.draw(st.permutations(range(len(lengths)))):
-            left = lengths[r] - done[r]
-            rows = data.draw(st.integers(min(1, left), left))
-            chunks.append(Chunk(r, done[r], rows, padding=data.draw(st.integers(0, 2))))
-            done[r] += rows
+            stop = cuts[r].pop(0) if cuts[r] else done[r]
+            chunks.append(Chunk(r, done[r], stop - done[r], padding=data.draw(st.integers(0, 2))))
+            done[r] = stop
         step(cache, chunks, inputs, data.draw(st.integers(0, 2)))
     for r, n in enumerate(lengths):
         alone = Cache(kind, len(lengths), cache.entries)
