@@ -6,7 +6,9 @@
 //
 //   ScheduleHeader                8 words
 //   WorkRange [num_sms]           4 words each; workers beyond the header's count are empty
-//   partials  [max rows + 1]      partial results before row r; a row that is not cut has none
+//   partials  [rows + 1]          partial results before row r; a row that is not cut has none
+//
+// Words behind these are undefined.
 //
 // A row's work is counted in tiles. The tiles of all rows, in row order, are one sequence that is
 // cut into equal runs, so a row may be cut, at tile borders only. The ranges partition every row,
