@@ -10,8 +10,7 @@
 //   sum  = 0, then sum + w_i        in the order of i
 //   acc  = 0, then fma(w_i, kv_i, acc)
 //   pooled = acc / sum
-// The key projection: lane l of 16 adds the products of k = l, l + 16, ... in ascending order, then
-// the lanes are halved 16 -> 8 -> 4 -> 2 -> 1. Products of BF16 values are exact in FP32.
+// The key projection (project.h) has one order too, but other back ends may sum differently.
 //
 // An entry depends on its own rows only, so the ranges of parallel_for, the cut of the input into
 // calls and the other requests cannot change a byte. Two passes: entries of all requests read the
@@ -29,7 +28,7 @@
 namespace flash_csa::cpu {
 namespace {
 
-constexpr int64_t kRowGrain = 16;  // rows: some 20 us, twice the cost of waking a thread
+constexpr int64_t kRowGrain = 16;  // rows: at ratio 2 one block of keys, 40 us
 
 // An entry that row `row` closes, with everything it needs at hand.
 struct Entry {
