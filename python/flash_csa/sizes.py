@@ -1,10 +1,21 @@
-"""Sizes on the host: schedules, workspaces, rotation tables."""
+"""Sizes on the host: schedules and workspaces.
+
+Plain Python, so that torch.compile can trace it; core/schedule.h says the same to the kernels, and
+a test compares the two.
+"""
 
 import torch
 
 from . import _C
 
 SYNC_BYTES: int = _C.SYNC_BYTES
+
+
+_WORKSPACE_OPS = ("attend", "index_scores", "select", "index_select", "compress")
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return (n + multiple - 1) // multiple * multiple
 
 
 def default_num_sms(device: torch.device | str = "cpu") -> int:
@@ -17,7 +28,8 @@ def default_num_sms(device: torch.device | str = "cpu") -> int:
 
 def schedule_size(*, num_sms: int, max_rows_total: int) -> int:
     """int32 words of one section of a schedule."""
-    return _C.schedule_size(num_sms, max_rows_total)
+    header, one_range = 8, 4
+    return _round_up(header + one_range * num_sms + max_rows_total + 1, 4)
 
 
 def workspace_bytes(
@@ -38,7 +50,20 @@ def workspace_bytes(
         max_entries: entries of the longest request. pool_blocks: width of the pool to build.
         num_sms: as given to `schedule`.
     """
-    return _C.workspace_bytes(op, max_rows, heads, k, max_entries, pool_blocks, num_sms)
+    if op not in _WORKSPACE_OPS:
+        raise ValueError(
+            f"flash_csa.workspace_bytes: op must be one of {', '.join(_WORKSPACE_OPS)}, got {op}"
+        )
+    scratch = 0
+    if op == "attend":  # partial outputs and their lse, two per worker
+        scratch = 2 * num_sms * min(heads, 64) * (_C.HEAD_DIM + 1) * 4
+    if op in ("select", "index_select"):  # a histogram and the winners of one row per worker
+        scratch = num_sms * (16384 + 8 * (k + pool_blocks))
+    if op == "index_select":  # scores and block maxima of the rows that fit, at least of one
+        columns = _round_up(max_entries, 256)
+        row = 4 * (columns + columns // _C.POOL_BLOCK)
+        scratch += min(max_rows * row, max(128 << 20, row))
+    return _round_up(SYNC_BYTES + scratch, 256)
 
 
 def workspace(op: str, *, device: torch.device | str = "cpu", **bounds: int) -> torch.Tensor:
