@@ -13,7 +13,8 @@ from flash_csa import _C, RECORDS, Pages
 from op_calls import CALLS, PAGE_SIZE, Call, Scene
 
 MESSAGE = re.compile(
-    r"flash_csa\.(?P<op>\w+): (?P<argument>[\w., ]+?) must (?P<expected>[^\n]+), got (?P<got>[^\n]+)"
+    r"flash_csa\.(?P<op>\w+): (?P<argument>[\w., ]+?) must (?P<expected>[^\n]+), "
+    r"got (?P<got>[^\n]+)"
 )
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
 OTHER_DTYPES = (torch.int64, torch.int16, torch.float16, torch.float64, torch.bool)

@@ -33,6 +33,7 @@ from .select import (
 from .sizes import SYNC_BYTES, default_num_sms, schedule_size, workspace, workspace_bytes
 from .step import StepSlots, Window, schedule, step_slots
 from .store import load, rope_store, store
+from .validate import check
 
 __version__ = "0.1.0"
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "Tokens",
     "Window",
     "attend",
+    "check",
     "compress",
     "configs",
     "cos_sin_table",

@@ -6,8 +6,8 @@ from .records import Pages, flat
 from .select import Selection
 from .sizes import workspace as new_workspace
 from .step import Window
+from .validate import ops as _ops
 
-_ops = torch.ops.flash_csa
 SOFTMAX_SCALE = 512**-0.5
 
 

@@ -6,8 +6,7 @@ import torch
 
 from .batch import Batch
 from .records import Pages, flat
-
-_ops = torch.ops.flash_csa
+from .validate import ops as _ops
 
 
 @dataclass(frozen=True)

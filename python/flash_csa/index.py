@@ -8,8 +8,7 @@ from .batch import Batch
 from .records import RECORDS, Pages, flat
 from .select import Pool
 from .sizes import workspace
-
-_ops = torch.ops.flash_csa
+from .validate import ops as _ops
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .batch import Batch
-
-_ops = torch.ops.flash_csa
+from .validate import ops as _ops
 
 
 def _i32(device, *size: int) -> torch.Tensor:

@@ -7,8 +7,7 @@ import torch
 
 from .batch import Batch
 from .sizes import schedule_size
-
-_ops = torch.ops.flash_csa
+from .validate import ops as _ops
 
 
 @dataclass(frozen=True)

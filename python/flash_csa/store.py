@@ -3,8 +3,7 @@
 import torch
 
 from .records import Pages, flat
-
-_ops = torch.ops.flash_csa
+from .validate import ops as _ops
 
 
 def store(rows: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
