@@ -15,6 +15,7 @@
 #include <limits>
 #include <memory>
 
+#include "core/list.h"
 #include "core/numerics.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
@@ -59,28 +60,16 @@ struct RecordRef {
 // Walks over the present records of a row in list order.
 class RowRecords {
   public:
-    RowRecords(const AttendParams& p, int64_t row) : p_(p), row_(row) {
-        window_ = list_length(p.window, row);
-        main_ = list_length(p.main, row);
-        if (p.contiguous.data != nullptr) {
-            const int32_t request = p.contiguous_request[row];
-            const bool valid = request >= 0 && request < p.contiguous.requests;
-            table_ = valid ? p.contiguous.row(request) : nullptr;
-            main_ = valid ? clamp(p.contiguous_n_vis[row],
-                                  int64_t{p.contiguous.columns} * p.main.pages.page_size)
-                          : 0;
-            if (!valid) window_ = 0;
-        }
-        if (lacks_position(p, row)) window_ = main_ = 0;
-    }
+    RowRecords(const AttendParams& p, int64_t row) : p_(p), list_(row_list(p, row)) {}
 
     // Takes up to kSide records; fewer only at the end.
     int take(RecordRef* refs) {
         int count = 0;
-        for (; count < kSide && at_ < window_ + main_; ++at_) {
-            const bool window = at_ < window_;
+        for (; count < kSide && at_ < list_.size(); ++at_) {
+            const bool window = at_ < list_.window;
             const ConstPages& pages = window ? p_.window.pages : p_.main.pages;
-            const int64_t slot = window ? p_.window.slots.row(row_)[at_] : main_slot(at_ - window_);
+            const int64_t slot =
+                window ? list_.window_slots[at_] : list_.main_slot(at_ - list_.window);
             if (!pages.holds(slot) || slot > INT32_MAX) continue;
             const Record record = flash_csa::record(pages.record);
             refs[count++] = {pages.row(record, static_cast<int32_t>(slot)),
@@ -90,24 +79,8 @@ class RowRecords {
     }
 
   private:
-    static int64_t clamp(int64_t length, int64_t most) {
-        return length < 0 ? 0 : length < most ? length : most;
-    }
-    static int64_t list_length(const RecordList& list, int64_t row) {
-        return list.lengths == nullptr ? 0 : clamp(list.lengths[row], list.columns);
-    }
-    int64_t main_slot(int64_t entry) const {
-        if (table_ == nullptr) return p_.main.slots.row(row_)[entry];
-        const int32_t size = p_.main.pages.page_size;
-        const int64_t page = table_[entry / size];
-        return page < 0 ? -1 : page * size + entry % size;
-    }
-
     const AttendParams& p_;
-    const int64_t row_;
-    const int32_t* table_ = nullptr;
-    int64_t window_ = 0;
-    int64_t main_ = 0;
+    const RowList list_;
     int64_t at_ = 0;
 };
 

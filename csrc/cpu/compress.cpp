@@ -19,6 +19,7 @@
 #include <cstring>
 #include <limits>
 
+#include "core/entry.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/project.h"
@@ -30,63 +31,10 @@ namespace {
 
 constexpr int64_t kRowGrain = 16;  // rows: at ratio 2 one block of keys, 40 us
 
-// An entry that row `row` closes, with everything it needs at hand.
-struct Entry {
-    int64_t row;
-    int64_t position;  // of `row`
-    int64_t request;
-    int64_t index;  // within the request
-    int64_t first;  // position of its oldest row: overlapping, that of the previous group
-};
-
-bool is_valid(const CompressParams& p, int64_t row) {
-    const int32_t request = p.batch.row_request[row];
-    return p.cos_sin.holds(p.batch.positions[row]) && request >= 0 && request < p.batch.requests;
-}
-
-bool has_tail(const CompressParams& p, int64_t request) {
-    if (p.tail.data == nullptr) return false;
-    const int32_t slot = p.batch.tail_slot[request];
-    return slot >= 0 && slot < p.tail.slots;
-}
-
-int64_t entry_first(const CompressParams& p, int64_t request) {
-    return p.entry_first == nullptr ? 0 : p.entry_first[request];
-}
-
-// Whether `row` closes an entry that this call computes.
-bool closes_entry(const CompressParams& p, int64_t row, Entry* entry) {
-    if (!is_valid(p, row)) return false;
-    const int64_t position = p.batch.positions[row];
-    if ((position + 1) % p.ratio != 0) return false;
-    const int64_t request = p.batch.row_request[row];
-    const int64_t index = position / p.ratio;
-    if (index < entry_first(p, request)) return false;
-    const int64_t groups = p.overlap && index > 0 ? 2 : 1;
-    const int64_t first = position + 1 - groups * p.ratio;
-    *entry = {row, position, request, index, first};
-    const int64_t start = p.batch.start[request];
-    const int64_t oldest_in_call = first < start ? start : first;
-    return row - (position - oldest_in_call) >= 0 && (first >= start || has_tail(p, request));
-}
-
-// kv, gate and bias of one position, in the columns of its role.
-struct PoolRow {
-    const float* kv;
-    const float* gate;
-    const float* bias;
-};
-
-PoolRow pool_row(const CompressParams& p, const Entry& e, int64_t position) {
-    static const float kNoBias[kHeadDim] = {};  // adding 0 changes no weight
-    const int64_t column = p.overlap && position >= e.index * p.ratio ? p.dim : 0;
-    const float* bias = p.bias ? p.bias.row(position % p.ratio) + column : kNoBias;
-    if (position < p.batch.start[e.request]) {
-        const int64_t slot = p.batch.tail_slot[e.request];
-        return {p.tail.kv(slot, position) + column, p.tail.gate(slot, position) + column, bias};
-    }
-    const int64_t row = e.row - (e.position - position);
-    return {p.kv.row(row) + column, p.gate.row(row) + column, bias};
+// Adding 0 changes no weight, and the loops need no branch.
+inline const float* bias_of(const PoolRow& r) {
+    static const float kNoBias[kHeadDim] = {};
+    return r.bias != nullptr ? r.bias : kNoBias;
 }
 
 template <int kDim>
@@ -97,15 +45,17 @@ inline void pool(const CompressParams& p, const Entry& e, float* pooled) {
     for (int c = 0; c < kDim; ++c) largest[c] = -std::numeric_limits<float>::infinity();
     for (int64_t position = e.first; position <= e.position; ++position) {
         const PoolRow r = pool_row(p, e, position);
+        const float* bias = bias_of(r);
         for (int c = 0; c < kDim; ++c) {
-            const float g = add_rn(r.gate[c], r.bias[c]);
+            const float g = add_rn(r.gate[c], bias[c]);
             largest[c] = g > largest[c] ? g : largest[c];
         }
     }
     for (int64_t position = e.first; position <= e.position; ++position) {
         const PoolRow r = pool_row(p, e, position);
+        const float* bias = bias_of(r);
         for (int c = 0; c < kDim; ++c) {
-            const float w = exp_fma(sub_rn(add_rn(r.gate[c], r.bias[c]), largest[c]));
+            const float w = exp_fma(sub_rn(add_rn(r.gate[c], bias[c]), largest[c]));
             sum[c] = add_rn(sum[c], w);
             acc[c] = fma_rn(w, r.kv[c], acc[c]);
         }
@@ -208,32 +158,24 @@ inline void compress_main_rows(const CompressParams& p, int64_t begin, int64_t e
     block.flush(p);
 }
 
-// Rows of the step that belong to a request: its valid rows come first.
-struct RowRange {
-    int64_t begin;
-    int64_t end;
-};
-
-RowRange valid_rows(const CompressParams& p, int64_t request) {
-    const int64_t begin = p.batch.cu_tokens[request] < 0 ? 0 : p.batch.cu_tokens[request];
-    const int64_t limit = p.batch.cu_tokens[request + 1] < p.batch.rows
-                              ? p.batch.cu_tokens[request + 1]
-                              : p.batch.rows;
-    int64_t end = begin;
-    while (end < limit && is_valid(p, end) && p.batch.row_request[end] == request) ++end;
-    return {begin, end};
+// Its valid rows come first.
+int64_t end_of_valid(const CompressParams& p, const RowRange& rows, int64_t request) {
+    int64_t end = rows.begin;
+    while (end < rows.end && is_row_of(p, end, request)) ++end;
+    return end;
 }
 
 // Keeps the last rows of the step. Rows of entries that are stored already are not the tail's.
 void write_tail(const CompressParams& p, int64_t request) {
     if (!has_tail(p, request)) return;
-    const RowRange rows = valid_rows(p, request);
+    const RowRange rows = request_rows(p, request);
+    const int64_t end = end_of_valid(p, rows, request);
     const int64_t slot = p.batch.tail_slot[request];
     const size_t bytes = sizeof(float) * static_cast<size_t>(p.tail.width);
-    const int64_t kept = rows.end - p.tail.ring;
-    for (int64_t t = kept < rows.begin ? rows.begin : kept; t < rows.end; ++t) {
+    const int64_t kept = end - p.tail.ring;
+    for (int64_t t = kept < rows.begin ? rows.begin : kept; t < end; ++t) {
         const int64_t position = p.batch.positions[t];
-        if (position < entry_first(p, request) * p.ratio) continue;
+        if (position < first_entry(p, request) * p.ratio) continue;
         std::memcpy(p.tail.kv(slot, position), p.kv.row(t), bytes);
         std::memcpy(p.tail.gate(slot, position), p.gate.row(t), bytes);
     }
