@@ -434,6 +434,20 @@ def merge(
     )
 
 
+def project(
+    *, rows: int, inputs: int, outputs: int, groups: int = 1, out_bytes: int = BF16
+) -> Cost:
+    """A library GEMM: in each group [rows, inputs] x [inputs, outputs], BF16 operands."""
+    return Cost(
+        {
+            "inputs": groups * rows * inputs * BF16,
+            "weights": groups * inputs * outputs * BF16,
+            "outputs": groups * rows * outputs * out_bytes,
+        },
+        2 * groups * rows * inputs * outputs,
+    )
+
+
 # A whole step
 
 

@@ -1,0 +1,194 @@
+"""python -m bench.run: times every case, ours beside the peer, and keeps one row a case.
+
+    python -m bench.run                                 all cases that bench/results lacks
+    python -m bench.run --case 'attend.*' --redo        some, again
+    python -m bench.run --compare old.jsonl             exit code 1 where a time grew
+    python -m bench.run --device cpu                    every case once, tiny, untimed
+
+The sources must be committed (`--allow-dirty` marks the rows instead). A copy without a repository
+names the committed tree in FLASH_CSA_TREE: `git rev-parse HEAD:csrc`.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from . import ours, provenance, results
+from .cases import CASES, Case, matching
+from .inputs import Inputs
+from .measure import Bench
+
+OUT = provenance.ROOT / "bench" / "results" / "h200.jsonl"
+FAULTS = (RuntimeError, ValueError, NotImplementedError)
+
+
+def main(
+    case: Annotated[list[str] | None, typer.Option(help="Glob of case names; repeatable.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Glob of cases to leave out.")] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
+    out: Annotated[Path, typer.Option(help="JSONL file; its current rows are kept.")] = OUT,
+    compare: Annotated[Path | None, typer.Option(help="Older JSONL to compare with.")] = None,
+    tolerance: Annotated[float, typer.Option(help="Growth that is no regression.")] = 0.05,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    redo: Annotated[bool, typer.Option(help="Measure cases that have a current row.")] = False,
+    budget: Annotated[float, typer.Option(help="Start no case after so many seconds.")] = 1e9,
+    allow_dirty: Annotated[bool, typer.Option(help="Measure uncommitted sources.")] = False,
+) -> None:
+    """Times the cases."""
+    deadline = time.monotonic() + budget
+    left_out = {c.name for c in matching(skip)} if skip else set()
+    cases = [c for c in matching(case or []) if c.name not in left_out]
+    if not cases:
+        _stop("no case matches")
+    if list_cases:
+        _print_cases(cases)
+    elif device == "cpu":
+        sys.exit(_dry_run(cases))
+    else:
+        sys.exit(_run(cases, out, compare, tolerance, redo, deadline, allow_dirty))
+
+
+def _run(
+    cases: list[Case],
+    out: Path,
+    compare: Path | None,
+    tolerance: float,
+    redo: bool,
+    deadline: float,
+    allow_dirty: bool,
+) -> int:
+    old = results.load(compare) if compare else {}
+    dirty = provenance.is_dirty()
+    if dirty and not allow_dirty:
+        _stop("csrc is not what is committed: commit it, set FLASH_CSA_TREE, or --allow-dirty")
+    if not torch.cuda.is_available():
+        _stop("the benchmark needs an H100 or H200 (--device cpu: a dry run)")
+    bench = Bench(torch.device("cuda"), dirty=dirty)
+    if bench.peers.missing:
+        _say(bench.peers.missing)
+    rows = results.load(out)
+    wanted = [c for c in cases if c.available and c.kind not in ("ceiling", "empty")]
+    todo = [c for c in wanted if redo or not _is_current(bench, rows, c)]
+    ceilings = [c for c in CASES.values() if c.kind in ("ceiling", "empty")]
+    for row in bench.measure_ceilings(ceilings):
+        rows[row["case"]] = row
+    results.save(out, rows)
+    failures: dict[str, str] = {}
+    for number, c in enumerate(todo):
+        if time.monotonic() > deadline:
+            _say(f"out of time: {len(todo) - number} cases left; run again to go on")
+            break
+        started = time.monotonic()
+        try:
+            rows[c.name] = row = bench.measure(c)
+        except FAULTS as error:
+            failures[c.name] = str(error).splitlines()[0]
+            _say(f"{c.name}: {failures[c.name]}")
+            if not _device_works():
+                _say("the GPU reports errors since then; run again, with --skip for this case")
+                break
+            continue
+        finally:
+            bench.free()
+        results.save(out, rows)
+        ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
+        took = time.monotonic() - started
+        _say(f"{c.name}: {row['ours_us']:.1f} us, {ratio} ({took:.1f} s)")
+    shown = [rows[c.name] for c in [*ceilings, *wanted] if c.name in rows]
+    _print_rows(shown, failures)
+    grown = results.regressions(shown, old, tolerance)
+    for name, growth in grown:
+        _say(f"regression: {name} {growth:+.1%}")
+    return 1 if grown or failures else 0
+
+
+def _is_current(bench: Bench, rows: dict[str, results.Row], case: Case) -> bool:
+    row = rows.get(case.name)
+    trees = provenance.trees(case.stage)
+    return row is not None and results.is_current(row, trees, bench.facts["device"])
+
+
+def _device_works() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _dry_run(cases: list[Case]) -> int:
+    """Runs each case once at a tiny size on the CPU; the number of cases that failed, at most 1."""
+    inputs, failed = Inputs("cpu"), 0
+    for case in cases:
+        if not case.available or case.kind in ("ceiling", "empty"):
+            continue
+        try:
+            for call in ours.build(case.small(), inputs, 1).calls:
+                call()
+        except FAULTS as error:
+            failed = 1
+            _say(f"{case.name}: {str(error).splitlines()[0]}")
+        else:
+            _say(f"{case.name}: runs")
+    return failed
+
+
+def _print_cases(cases: list[Case]) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("case", "stage", "bytes", "FLOPs", "instances", "must", "aim", "peer us"):
+        table.add_column(name, justify="left" if name in ("case", "stage") else "right")
+    for case in cases:
+        cost = case.cost
+        table.add_row(
+            case.name + ("" if case.available else "  (not available yet)"),
+            case.stage,
+            f"{cost.nbytes:,}" if cost.nbytes else "",
+            f"{cost.flops:.3g}" if cost.flops else "",
+            str(case.instances) if cost.nbytes else "",
+            *(f"{value:g}" if value else "" for value in (case.must, case.aim, case.peer_us)),
+        )
+    Console(width=130, highlight=False).print(table)
+
+
+def _print_rows(rows: list[results.Row], failures: dict[str, str]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    for name in ("ours us", "peer us", "ratio", "must", "GB/s", "TFLOP/s", "of ceiling"):
+        table.add_column(name, justify="right")
+    table.add_column("note", no_wrap=True)
+    for row in rows:
+        case = CASES[row["case"]]
+        table.add_row(
+            row["case"],
+            f"{row['ours_us']:.1f}",
+            f"{row['peer_us']:.1f}" if row["peer_us"] else "",
+            f"{row['ratio']:.2f}" if row["ratio"] else "",
+            f"{case.must:g}" if case.must else "",
+            f"{row['gbps']:,.0f}" if row["bytes"] else "",
+            f"{row['tflops']:,.1f}" if row["flops"] else "",
+            f"{row['fraction']:.0%} {row['ceiling']}" if row["fraction"] else "",
+            row["note"][:40],
+        )
+    for name, message in failures.items():
+        table.add_row(name, "failed", "", "", "", "", "", "", message[:60])
+    Console(width=160, highlight=False).print(table)
+
+
+def _say(line: str) -> None:
+    print(f"bench: {line}", file=sys.stderr, flush=True)
+
+
+def _stop(line: str) -> None:
+    _say(line)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    typer.run(main)

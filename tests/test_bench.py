@@ -1,0 +1,194 @@
+"""The benchmark without a GPU: names, bytes, rows, comparison, hashes, a dry call per case."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import measure, ours, peers, provenance, results, timing  # noqa: E402
+from bench.cases import CASES, matching  # noqa: E402
+from bench.inputs import Inputs  # noqa: E402
+
+AVAILABLE = [case for case in CASES.values() if case.available]
+MEASURED = [case for case in AVAILABLE if case.kind not in ("ceiling", "empty")]
+
+
+def test_names_bars_and_globs():
+    assert CASES["attend.decode.h64.b256"].must == 1.8
+    assert CASES["reindex.1x1048576"].aim == 10
+    assert CASES["select.4096x65536"].peer_us == 794
+    assert [c.name for c in matching(["compress.r2.*"])] == [
+        "compress.r2.t32768",
+        "compress.r2.t131072",
+        "compress.r2.decode64",
+    ]
+    assert not CASES["step.v41.b1.ctx1048576"].available
+    bars = [case for case in CASES.values() if case.must]
+    assert len(bars) == 53
+    assert all(case.aim >= case.must for case in bars)
+
+
+def test_bytes_are_those_of_the_formats():
+    scores = CASES["index.decode.1x1048576"].cost
+    assert scores.bytes["index keys"] == 1048576 * 68
+    attend = CASES["attend.decode.h64.b1"].cost
+    assert attend.bytes["main codes"] + attend.bytes["main scales"] == pytest.approx(
+        512 * 288, rel=0.01
+    )
+    assert attend.bytes["window"] == 128 * 528
+    assert CASES["reindex.1x1048576"].cost.bytes["index keys"] == 2048 * 544
+    hca = CASES["attend.contiguous.h64.b64.e8192"].cost.bytes
+    assert hca["main codes"] + hca["main scales"] == 64 * 8192 * 584
+    grouped = CASES["project.grouped.t256"].cost
+    assert grouped.flops == 2 * 256 * 8 * 4096 * 1024
+    assert grouped.bytes["weights"] == 8 * 4096 * 1024 * 2
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
+def test_instances_fill_the_working_set(case):
+    assert 1 <= case.instances <= 512
+    touched = max(case.own_bytes * case.instances, case.shared_bytes)
+    assert touched >= 200e6 or case.instances == 512
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return Inputs("cpu")
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
+def test_every_case_runs_small(case, inputs):
+    work = ours.build(case.small(), inputs, 1)
+    for call in work.calls:
+        call()
+    for instance in work.content.get("instances", []):
+        if "out" in instance:
+            assert instance["out"].isfinite().all()
+
+
+def test_inputs_are_ascending_unique_and_in_range():
+    inputs = Inputs("cpu")
+    drawn = inputs.ascending(5, 16, 20)
+    assert (drawn[:, 1:] > drawn[:, :-1]).all()
+    assert drawn.min() >= 0 and drawn.max() < 20
+    pool = inputs.pool(3, 8, 8 * 20 - 3)
+    assert (pool.blocks[:, 1:] > pool.blocks[:, :-1]).all()
+    assert (pool.blocks[:, -1] == 19).all() and (pool.counts == 8).all()
+    everything = inputs.pool(1, 8, 17)
+    assert everything.blocks.tolist() == [[0, 1, 2, -1, -1, -1, -1, -1]]
+
+
+def test_tree_hashes_are_those_of_git(tmp_path):
+    (tmp_path / "csrc" / "core").mkdir(parents=True)
+    (tmp_path / "csrc" / "core" / "a.h").write_text("a\n")
+    (tmp_path / "csrc" / "core.h").write_text("b\n")
+    (tmp_path / "csrc" / "empty").mkdir()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    subprocess.check_call([*git, "init", "-q"])
+    subprocess.check_call([*git, "add", "."])
+    subprocess.check_call([*git, "commit", "-qm", "x"])
+    text = subprocess.check_output([*git, "rev-parse", "HEAD:csrc"], text=True)
+    assert provenance.tree_hash(tmp_path / "csrc") == text.strip()
+    assert not provenance.is_dirty(tmp_path)
+    (tmp_path / "csrc" / "core.h").write_text("c\n")
+    assert provenance.is_dirty(tmp_path)
+
+
+def test_without_a_repository_the_environment_names_the_tree(tmp_path, monkeypatch):
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.h").write_text("a\n")
+    monkeypatch.delenv(provenance.COMMITTED, raising=False)
+    assert provenance.is_dirty(tmp_path)
+    monkeypatch.setenv(provenance.COMMITTED, provenance.tree_hash(tmp_path / "csrc"))
+    assert not provenance.is_dirty(tmp_path)
+
+
+class FakeGraph:
+    launches = 1
+
+    def __init__(self, calls):
+        self.calls = len(calls)
+        for call in calls:
+            call()
+
+
+class FakeTimer:
+    """Ours takes 100 us, the peer 250."""
+
+    def once(self, call):
+        call()
+        return 100.0, 0
+
+    def interleaved(self, graphs, samples):
+        return [[100.0 + 150.0 * side] * samples for side in range(len(graphs))]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.setattr(measure, "Graph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    made = measure.Bench.__new__(measure.Bench)
+    made.device, made.timer, made.inputs = torch.device("cpu"), FakeTimer(), Inputs("cpu")
+    made.peers = SimpleNamespace(build=lambda case, inputs, work: {"peer": work.calls})
+    made.dirty, made.facts, made._kind = False, provenance.device_facts(made.device), ""
+    rates = {"copy": 4e12, "read": 4e12, "gather": 4e12, "bf16": 8e14, "fp8": 1e15}
+    made.ceilings = measure.Ceilings(rates, 1.3, 4.8e12)
+    return made
+
+
+def test_a_row(bench, tmp_path):
+    case = CASES["attend.decode.h8.b1"].small()
+    row = bench.measure(case)
+    assert tuple(row) == results.KEYS
+    assert row["ratio"] == 2.5 and row["ours_samples"] == row["peer_samples"] == timing.SAMPLES
+    assert row["bytes"] == case.cost.nbytes and row["gbps"] == row["bytes"] / 100 / 1e3
+    assert row["ceiling"] == "launch 1.30 us" and row["fraction"] == pytest.approx(0.013)
+    assert row["note"] == "peer +1523% off its recorded 15.4 us"
+    results.save(tmp_path / "x.jsonl", {case.name: row})
+    (line,) = (tmp_path / "x.jsonl").read_text().splitlines()
+    assert list(json.loads(line)) == list(results.KEYS)
+    assert results.load(tmp_path / "x.jsonl") == {case.name: row}
+    trees = provenance.trees("attend")
+    assert results.is_current(row, trees, "cpu") and not results.is_current(row, trees, "other")
+    assert not results.is_current(row, trees | {"tree_stage": "x"}, "cpu")
+
+
+def test_a_time_below_the_byte_floor_is_an_error(bench):
+    bench.ceilings.peak = 1e6
+    with pytest.raises(measure.BelowFloor, match="below the byte floor"):
+        bench.measure(CASES["store.window.h8.t64"].small())
+
+
+def test_fewer_samples_and_instances_of_slow_kernels():
+    assert measure._wanted_samples([[50.0], [10.0]], 20) == timing.SAMPLES
+    assert measure._wanted_samples([[101.0], [10.0]], 20) == timing.FEW_SAMPLES
+    assert measure._wanted_samples([[2e6]], 1) == 1
+    case = CASES["compress.r2.t32768"]
+    assert measure._affordable(case, 20, 1.0) == 20
+    assert measure._affordable(case, 20, 100_000.0) == 3
+    assert measure._affordable(case, 20, 1e9) == 2  # still 200 MB
+
+
+def test_regressions():
+    old = {"a": {"device": "H200", "ours_us": 10.0}, "b": {"device": "H100", "ours_us": 1.0}}
+    rows = [
+        {"case": "a", "device": "H200", "ours_us": 10.6, "stage": "attend"},
+        {"case": "b", "device": "H200", "ours_us": 9.0, "stage": "attend"},
+        {"case": "c", "device": "H200", "ours_us": 9.0, "stage": "attend"},
+    ]
+    assert results.regressions(rows, old, 0.05) == [("a", pytest.approx(0.06))]
+    assert results.regressions(rows, old, 0.10) == []
+
+
+def test_missing_peers_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASH_CSA_PEERS", str(tmp_path))
+    found = peers.Peers()
+    assert found.missing.startswith("no peers: ") and "\n" not in found.missing
+    assert found.build(CASES["select.1x131072"], Inputs("cpu"), ours.Work([])) == {}
