@@ -1,5 +1,6 @@
 // Which entries and window tokens a query may read. A padded row has position -1: it sees nothing
 // and closes nothing. Ratios are at least 1; layers of ratio 0 have no entries and do not ask.
+// Positions are device data: no value of theirs overflows.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +12,13 @@ namespace flash_csa {
 // Number of entries visible at a position. Inclusive: the token that closes a group sees its entry;
 // strict leaves that entry to the next token.
 FCSA_HD int32_t n_vis(int32_t position, int32_t ratio, bool strict = false) {
-    return position < 0 ? 0 : (position + (strict ? 0 : 1)) / ratio;
+    if (position < 0) return 0;
+    return position / ratio + (!strict && position % ratio == ratio - 1 ? 1 : 0);
 }
 
 // True where the token at a position is the last of its group.
 FCSA_HD bool closes(int32_t position, int32_t ratio) {
-    return position >= 0 && (position + 1) % ratio == 0;
+    return position >= 0 && position % ratio == ratio - 1;
 }
 
 // Entry to which the token at a position (not padded) belongs.
@@ -28,8 +30,9 @@ FCSA_HD int32_t group_start(int32_t entry, int32_t ratio) { return entry * ratio
 // Oldest position in the window of a query; first is the oldest that the window storage holds
 // (bounded replay), 0 otherwise.
 FCSA_HD int32_t window_first(int32_t position, int32_t window, int32_t first = 0) {
-    const int32_t oldest = position - window + 1;
-    return oldest > first ? oldest : first;
+    const int32_t oldest = position - (window - 1);
+    const int32_t held = first > 0 ? first : 0;
+    return oldest > held ? oldest : held;
 }
 
 // Number of positions in that window, the query's own included.

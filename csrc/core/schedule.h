@@ -22,6 +22,7 @@
 
 #include <cstdint>
 
+#include "core/causal.h"
 #include "core/params.h"
 #include "core/platform.h"
 
@@ -85,18 +86,6 @@ FCSA_HD constexpr int64_t tiles_of(int64_t count, int32_t tile) {
     return (count + tile - 1) / tile;
 }
 
-FCSA_HD int32_t window_length(const ScheduleParams& p, int32_t position, int32_t request) {
-    const int32_t first = p.window_first != nullptr ? p.window_first[request] : 0;
-    const int64_t oldest = int64_t{position} - p.window + 1;
-    const int64_t from = oldest > first ? oldest : first > 0 ? first : 0;
-    return from > position ? 0 : static_cast<int32_t>(position - from + 1);
-}
-
-FCSA_HD int32_t visible_entries(const ScheduleParams& p, int32_t position, int32_t i) {
-    const int64_t closed = (int64_t{position} + (p.strict ? 0 : 1)) / p.ratios[i];
-    return static_cast<int32_t>(closed < p.max_entries[i] ? closed : p.max_entries[i]);
-}
-
 }  // namespace detail
 
 // Tiles of one row in a section; a padded row has none. A list starts a new tile, so that a tile
@@ -106,28 +95,30 @@ FCSA_HD int32_t row_tiles(const ScheduleParams& p, int32_t section, int32_t row)
     const int32_t position = p.batch.positions[row];
     const int32_t request = p.batch.row_request[row];
     if (position < 0 || request < 0 || request >= p.batch.requests) return 0;
-    const int64_t window = tiles_of(detail::window_length(p, position, request), kAttendTile);
+    const int32_t first = p.window_first ? p.window_first[request] : 0;
+    const int64_t window = tiles_of(window_length(position, p.window, first), kAttendTile);
     if (section == 0) return static_cast<int32_t>(window);
 
     const int32_t i = (section - 1) / 4;
-    const int64_t n_vis = detail::visible_entries(p, position, i);
-    const int64_t pool = (n_vis + kPoolBlock - 1) / kPoolBlock;
+    int64_t visible = n_vis(position, p.ratios[i], p.strict);
+    if (visible > p.max_entries[i]) visible = p.max_entries[i];
+    const int64_t blocks = tiles_of(visible, kPoolBlock);
     int64_t tiles = 0;
     switch (static_cast<SectionKind>(section - 4 * i)) {
         case SectionKind::Index:
-            tiles = p.contiguous[i] ? 0 : tiles_of(n_vis, kIndexTile);
+            tiles = p.contiguous[i] ? 0 : tiles_of(visible, kIndexTile);
             break;
         case SectionKind::Reindex:
             if (p.ratios[i] != p.pool_ratio) break;
-            tiles =
-                tiles_of((pool < p.pool_blocks ? pool : p.pool_blocks) * kPoolBlock, kIndexTile);
+            tiles = tiles_of((blocks < p.pool_blocks ? blocks : p.pool_blocks) * kPoolBlock,
+                             kIndexTile);
             break;
         case SectionKind::Attend:
             if (p.contiguous[i]) break;
-            tiles = window + tiles_of(n_vis < p.k ? n_vis : p.k, kAttendTile);
+            tiles = window + tiles_of(visible < p.k ? visible : p.k, kAttendTile);
             break;
         case SectionKind::Contiguous:
-            tiles = p.contiguous[i] ? window + tiles_of(n_vis, kAttendTile) : 0;
+            tiles = p.contiguous[i] ? window + tiles_of(visible, kAttendTile) : 0;
             break;
         case SectionKind::Window:
             break;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/causal.h"
 #include "core/params.h"
 #include "core/platform.h"
 
@@ -32,30 +33,26 @@ FCSA_HD int32_t window_slot(const StepSlotsParams& p, int32_t request, int32_t p
                    position % p.window_page_size);
 }
 
-// Oldest position of the row's window list.
+// Oldest position of the row's window list; behind the row's own where a replay starts later.
 FCSA_HD int32_t window_begin(const StepSlotsParams& p, int32_t request, int32_t position) {
-    int32_t first = position - p.window + 1;
-    if (p.window_first != nullptr && first < p.window_first[request]) {
-        first = p.window_first[request];
-    }
-    return first < 0 ? 0 : first;
+    return window_first(position, p.window, p.window_first ? p.window_first[request] : 0);
 }
 
 // Slot of the entry that the row closes, -1 if it closes none or the entry is stored already.
 FCSA_HD int32_t entry_slot(const StepSlotsParams& p, int32_t i, int32_t request, int32_t position) {
-    const int64_t tokens = int64_t{position} + 1;
-    const int64_t entry = tokens / p.ratios[i] - 1;
-    const int64_t column = entry / p.page_sizes[i];
-    if (tokens % p.ratios[i] != 0 || column >= p.block_tables[i].columns) return -1;
+    const int32_t entry = entry_of(position, p.ratios[i]);
+    const int32_t column = entry / p.page_sizes[i];
+    if (!closes(position, p.ratios[i]) || column >= p.block_tables[i].columns) return -1;
     if (p.entry_first && entry < p.entry_first.row(i)[request]) return -1;
     return slot_of(p.block_tables[i].row(request)[column], p.page_sizes[i],
-                   static_cast<int32_t>(entry % p.page_sizes[i]));
+                   entry % p.page_sizes[i]);
 }
 
+// Entries that the row sees, clipped to what its block table can address.
 FCSA_HD int32_t visible_entries(const StepSlotsParams& p, int32_t i, int32_t position) {
-    const int64_t closed = (int64_t{position} + (p.strict ? 0 : 1)) / p.ratios[i];
+    const int32_t closed = n_vis(position, p.ratios[i], p.strict);
     const int64_t capacity = int64_t{p.block_tables[i].columns} * p.page_sizes[i];
-    return static_cast<int32_t>(closed < capacity ? closed : capacity);
+    return closed < capacity ? closed : static_cast<int32_t>(capacity);
 }
 
 }  // namespace flash_csa
