@@ -52,6 +52,19 @@ std::string dtype_name(ScalarType type) {
     }
 }
 
+struct LayoutRule {
+    int64_t free_dims;  // leading dimensions whose stride is free; the others are packed
+    bool aligned;       // free strides and the base are multiples of kAlign
+    const char* wanted;
+};
+constexpr LayoutRule kLayoutRules[] = {
+    {0, false, "contiguous"},
+    {1, false, "contiguous in every dimension but the first"},
+    {1, true, "contiguous in every dimension but the first, its stride a multiple of 16 bytes"},
+    {8, true, "contiguous in the last dimension, other strides multiples of 16 bytes"},
+    {8, true, "contiguous in the last dimension, its page stride a multiple of 16 bytes"},
+};
+
 // Calls f(piece) for every piece of `text` between separators.
 template <class F>
 void split(const char* text, char separator, const F& f) {
@@ -206,29 +219,25 @@ void Check::operator()(const char* label, const Tensor& t) {
 
 void Check::check_layout(const ArgSignature& arg, const Tensor& t) const {
     if (t.numel() == 0) return;
+    const LayoutRule& rule = kLayoutRules[static_cast<int>(arg.layout)];
     const int64_t dims = t.dim(), bytes = element_bytes(t.scalar_type());
-    const bool dense = arg.layout == Layout::Dense || arg.layout == Layout::Pages;
+    const int64_t align = rule.aligned ? kAlign : bytes;
+    const int64_t free_dims = std::min<int64_t>(rule.free_dims, dims - 1);  // leading ones
     bool ok = true;
     int64_t packed = 1;  // the stride that this dimension has in a packed tensor
     for (int64_t d = dims - 1; d >= 0; --d) {
-        const bool free_stride = d < dims - 1 && (dense || (arg.layout == Layout::Rows && d == 0));
-        if (t.size(d) > 1 && !free_stride) ok = ok && t.stride(d) == packed;
-        if (t.size(d) > 1 && dense && free_stride) ok = ok && t.stride(d) * bytes % kAlign == 0;
+        if (t.size(d) > 1)
+            ok = ok && (d < free_dims ? t.stride(d) * bytes % align == 0 : t.stride(d) == packed);
         packed *= t.size(d);
     }
     const std::string label = arg.label;
-    if (!ok)
-        fail(label + " must be " +
-             (dense ? "contiguous in the last dimension with other strides multiples of 16 bytes"
-              : arg.layout == Layout::Rows ? "contiguous in every dimension but the first"
-                                           : "contiguous") +
-             ", got strides " + join_sizes(t.strides()));
+    if (!ok) fail(label + " must be " + rule.wanted + ", got strides " + join_sizes(t.strides()));
     if (arg.written && !is_distinct(t))
         fail(label + " must not overlap itself (it is written), got strides " +
              join_sizes(t.strides()));
-    const uintptr_t past = reinterpret_cast<uintptr_t>(t.data_ptr()) % (dense ? kAlign : bytes);
+    const uintptr_t past = reinterpret_cast<uintptr_t>(t.data_ptr()) % align;
     if (past != 0)
-        fail(label + " must start at a multiple of " + std::to_string(dense ? kAlign : bytes) +
+        fail(label + " must start at a multiple of " + std::to_string(align) +
              " bytes, got an address " + std::to_string(past) + " past one");
 }
 

@@ -24,7 +24,6 @@ void quantize_query(const Tensor& q, const Tensor& positions, const Tensor& cos_
     check.require(has_dtype(out_scales, fp4 ? ScalarType::Int : ScalarType::Float),
                   fp4 ? "out.scales must be int32 for IndexFp4, got float32"
                       : "out.scales must be float32 for IndexFp8, got int32");
-    check_packed_heads(check, "out.codes", out_codes);
     p.q = heads<const uint16_t>(q);
     p.positions = ptr<const int32_t>(positions);
     p.cos_sin = cos_sin(cos_sin_table);
@@ -48,7 +47,6 @@ IndexScoresParams index_params(Check& check, const Tensor& query_codes, const Te
                                const OptTensor& pool_counts) {
     check("query.codes", query_codes);
     check("query.scales", query_scales);
-    check_packed_heads(check, "query.codes", query_codes);
     check("weights", weights);
     check("block_table", table);
     check("schedule", schedule);

@@ -15,14 +15,6 @@ inline void check_ratio(const Check& check, int64_t ratio) {
     check.one_of("ratio", ratio, {1, 2, 4, 128});
 }
 
-// The kernels walk from head to head without a stride.
-inline void check_packed_heads(const Check& check, const char* label, const Tensor& t) {
-    check.require(t.numel() == 0 || t.size(1) == 1 || t.stride(1) == t.size(2),
-                  std::string(label) + " must have its heads packed, got stride " +
-                      std::to_string(t.stride(1)) + " between heads of " +
-                      std::to_string(t.size(2)) + " bytes");
-}
-
 inline PoolView pool_view(Check& check, const OptTensor& blocks, const OptTensor& counts) {
     check("pool.blocks", blocks);
     check("pool.counts", counts);

@@ -4,17 +4,18 @@
 //
 // Shape: sizes separated by blanks; a number, '*' (any), or a symbol that must have one value in
 // the whole call ("B+1": one more than B). Layouts:
-//   Packed  contiguous
-//   Rows    every dimension but the first packed; any stride between rows
-//   Dense   last dimension contiguous, outer strides and the base multiples of 16 bytes
-//   Pages   as Dense, [num_pages, page_bytes]
+//   Packed       contiguous
+//   Rows         every dimension but the first packed; any stride between rows
+//   AlignedRows  as Rows, with row stride and base multiples of 16 bytes
+//   Dense        last dimension contiguous, outer strides and base multiples of 16 bytes
+//   Pages        as Dense, [num_pages, page_bytes]
 #pragma once
 
 #include <cstdint>
 
 namespace flash_csa::ops {
 
-enum class Layout : int32_t { Packed, Rows, Dense, Pages };
+enum class Layout : int32_t { Packed, Rows, AlignedRows, Dense, Pages };
 
 struct ArgSignature {
     const char* label;
@@ -38,7 +39,7 @@ struct OpSignature {
     {"batch.start", "i32", "B", Layout::Packed},                 \
     {"batch.tail_slot", "i32", "B", Layout::Packed}
 #define FCSA_QUERY_ARGS                                          \
-    {"query.codes", "u8", "R Hi C", Layout::Dense},              \
+    {"query.codes", "u8", "R Hi C", Layout::AlignedRows},        \
     {"query.scales", "i32|f32", "R Hi", Layout::Rows},           \
     {"index.pages", "u8", "* *", Layout::Pages},                 \
     {"weights", "f32|bf16", "R Hi", Layout::Rows}
@@ -78,7 +79,7 @@ inline constexpr ArgSignature kQuantizeQueryArgs[] = {
     {"q", "bf16", "R Hi 128", Layout::Dense},
     {"positions", "i32", "R", Layout::Packed},
     {"cos_sin", "f32", "* 64", Layout::Packed},
-    {"out.codes", "u8", "R Hi C", Layout::Dense, true},
+    {"out.codes", "u8", "R Hi C", Layout::AlignedRows, true},
     {"out.scales", "i32|f32", "R Hi", Layout::Rows, true},
 };
 inline constexpr ArgSignature kCompressArgs[] = {
