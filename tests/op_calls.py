@@ -17,6 +17,7 @@ from flash_csa import RECORDS, Batch
 HEADS, INDEX_HEADS = 2, 8
 K, POOL_BLOCKS, WINDOW = 16, 2, 16
 PAGE_SIZE = 8
+SIGNATURES = flash_csa._C.SIGNATURES
 COS_SIN = flash_csa.cos_sin_table(64, 160000.0, True)
 
 
@@ -43,6 +44,27 @@ class Call:
             return value.to(device) if isinstance(value, torch.Tensor) else value
 
         return replace(self, args={name: moved(value) for name, value in self.args.items()})
+
+    def strided(self) -> "Call":
+        """The same call on views with every stride that the signature table leaves free widened."""
+        layouts = {label.replace(".", "_"): layout for label, *_, layout, _ in SIGNATURES[self.op]}
+
+        def widened(t: torch.Tensor, layout: str) -> torch.Tensor:
+            if layout == "packed" or t.dim() < 2:
+                return t
+            size = list(t.shape)
+            for dim in range(1, t.dim()) if layout == "dense" else [1]:
+                size[dim] += 16 // t.element_size() if dim == t.dim() - 1 else 1
+            view = t.new_empty(size)[tuple(slice(0, n) for n in t.shape)]
+            return view.copy_(t)
+
+        return self.but(
+            **{
+                name: widened(t, layouts[name])
+                for name, t in self.args.items()
+                if isinstance(t, torch.Tensor)
+            }
+        )
 
     def schema(self) -> list:
         """The op's arguments, in the order of its schema."""

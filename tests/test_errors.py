@@ -23,6 +23,7 @@ FIXED = {
     *(("store", "D"), ("load", "D"), ("quantize_query", "C"), ("index_scores", "C")),
     *(("index_select", "C"), ("compress", "D"), ("compress", "m"), ("schedule", "sections")),
 }
+ALIGNED = ("aligned rows", "dense", "pages")
 LEAST = {"LD", "ring"}  # symbols that may be larger, and not smaller
 CPU_CALLS = [name for name in CALLS if name != "probe"]
 every_call = pytest.mark.parametrize("name", CPU_CALLS)
@@ -150,10 +151,9 @@ def with_strides(t: torch.Tensor, layout: str) -> list[torch.Tensor]:
     """The same values at strides that the layout forbids."""
     every_second = t.new_zeros(*t.shape, 2)[..., 0]
     wrong = [every_second] if t.shape[-1] > 1 else []
-    padding = 8 // t.element_size() if layout in ("dense", "pages") else 4
-    padded = t.new_zeros(*t.shape[:-1], t.shape[-1] + padding)[..., : t.shape[-1]]
-    if t.dim() > (2 if layout == "rows" else 1):
-        wrong.append(padded)
+    padding = 8 // t.element_size() if layout in ALIGNED else 4
+    if t.dim() > (2 if "rows" in layout else 1):
+        wrong.append(t.new_zeros(*t.shape[:-1], t.shape[-1] + padding)[..., : t.shape[-1]])
     return [new.copy_(t) for new in wrong]
 
 
@@ -171,7 +171,7 @@ def test_wrong_stride(name, scene):
 @every_call
 def test_misaligned_base(name, scene):
     for a in arguments(CALLS[name](scene)):
-        if a.layout not in ("dense", "pages"):  # these start at any multiple of their element
+        if a.layout not in ALIGNED:  # these start at any multiple of their element
             continue
         for offset in {a.tensor.element_size(), 4, 8}:
             data = a.tensor.contiguous().view(torch.uint8).flatten()
