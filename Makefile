@@ -1,13 +1,16 @@
 # make demo   environment, build, main job          make test   environment, build, tests
 # make lint   formatting and static checks          make clean  removes what these made
+# make gpu    gpu-test and gpu-bench, on an H100 or H200
 #
 # The active environment is used if its PyTorch is new enough; otherwise .venv is made and PyTorch
 # installed there. TORCH_INDEX=URL takes PyTorch from another package index (a CPU-only one, say).
 # FLASH_CSA_CPU_ONLY=1 builds without the kernels although a CUDA toolkit is there.
+# The GPU targets install nothing: they take the active environment as it is, and build in place or
+# use the library that FLASH_CSA_PREBUILT names. FLASH_CSA_PEERS: see bench/peers.py.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint build clean
+.PHONY: demo test lint build clean gpu gpu-test gpu-bench gpu-library
 
 PYTHON ?= python3
 TORCH := torch>=2.11,<2.14
@@ -56,6 +59,26 @@ build/.built-%: $(ENV) $(SOURCES)
 	$(PIP) install -q --no-build-isolation -e '.[cli,plots,test]'
 	@$(PY) -c "from flash_csa import _C; print('flash_csa: built', 'for CPU and sm_90a' if _C.HAS_CUDA else 'the CPU half only (no CUDA toolkit in use)')"
 	touch $@
+
+gpu: gpu-test gpu-bench
+
+# With pytest-xdist, processes share the GPU; each has few threads for the CPU side of a comparison.
+gpu-test gpu-bench: export PYTHONPATH := python
+WORKERS := $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo -n 8)
+gpu-test: gpu-library
+	$(PYTHON) tests/sanitize.py
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest --device=cuda $(WORKERS) $(ARGS)
+
+gpu-bench: gpu-library
+	$(PYTHON) -m bench.run --budget 420 $(ARGS)
+
+gpu-library:
+ifdef FLASH_CSA_PREBUILT
+	cp $(FLASH_CSA_PREBUILT) python/flash_csa/_C.abi3.so
+else
+	MAX_JOBS=$$(nproc) $(PYTHON) setup.py -q build_ext --inplace
+endif
+	@PYTHONPATH=python $(PYTHON) -c "from flash_csa import _C; _C.HAS_CUDA or exit('flash_csa: this library has no kernels')"
 
 lint: $(ENV)
 	$(PIP) install -q 'ruff>=0.5' 'clang-format>=18,<24'

@@ -1,0 +1,89 @@
+"""python tests/sanitize.py: every op under compute-sanitizer's four tools, on small shapes.
+
+    python tests/sanitize.py [TOOL ...]     memcheck, racecheck, synccheck, initcheck; default all
+    python tests/sanitize.py --calls        only the calls, as the tools run them
+
+Says so, and passes, where the sanitizer is missing or refuses the device.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+FOUND = 97  # exit code of a tool that found an error
+TIMEOUT = 420  # seconds
+REFUSALS = ("Device not supported", "not supported on", "Unable to find", "LibraryNotLoaded")
+SCENES = (  # requests' starts and rows: the table's own, a chunk, many decode rows, nothing at all
+    {},
+    {"start": (0,), "rows": (17,), "padding": 48, "pages": 3},
+    {"start": tuple(range(33)), "rows": (1,) * 33, "pages": 5},
+    {"start": (0, 0), "rows": (0, 0), "padding": 2},
+)
+
+
+def find_sanitizer() -> str | None:
+    """The program: on the PATH, or in the toolkit."""
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    path = os.pathsep.join([os.environ["PATH"], os.path.join(toolkit, "bin")])
+    return shutil.which("compute-sanitizer", path=path)
+
+
+def run_calls() -> None:
+    """Every call of the table in every scene, on the GPU."""
+    import torch
+
+    from op_calls import CALLS, Scene
+
+    for scene in SCENES:
+        for name, build in CALLS.items():
+            call = build(Scene("cuda", **scene))
+            call()
+            torch.cuda.synchronize()
+            print(f"ran {name}", flush=True)
+
+
+def sanitize(program: str, tool: str) -> tuple[bool, str]:
+    """Whether a tool has no complaint, and what it said."""
+    command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
+    command += ["--print-limit", "20", sys.executable, os.path.abspath(__file__), "--calls"]
+    # A block of its own for every tensor: an access beyond one tensor is an access beyond a block.
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        ran = output.count("ran ")
+        return False, f"{tool}: not done after {TIMEOUT} s, {ran} calls ran"
+    output = done.stdout + done.stderr
+    ran = done.stdout.count("ran ")
+    if ran == 0 and any(refusal in output for refusal in REFUSALS):
+        return True, f"{tool}: compute-sanitizer refuses this device: skipped"
+    if done.returncode == 0:
+        return True, f"{tool}: clean, {ran} calls"
+    complaints = [line for line in output.splitlines() if not line.startswith("ran ")]
+    text = "\n".join(complaints[-60:])
+    return False, f"{tool}: exit code {done.returncode} after {ran} calls\n{text}"
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--calls"]:
+        run_calls()
+        return 0
+    program = find_sanitizer()
+    if program is None:
+        print("sanitize: there is no compute-sanitizer here: skipped")
+        return 0
+    tools = arguments or TOOLS
+    with ThreadPoolExecutor(len(tools)) as pool:
+        results = list(pool.map(partial(sanitize, program), tools))
+    for _, text in results:
+        print(f"sanitize: {text}")
+    return 0 if all(clean for clean, _ in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
