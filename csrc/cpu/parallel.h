@@ -1,6 +1,7 @@
 // Threads without a framework: ops installs PyTorch's pool, C++ tests run on the caller's thread.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
@@ -25,6 +26,18 @@ void parallel_for(int64_t n, int64_t grain, const F& f) {
             (*static_cast<const F*>(context))(begin, end);
         },
         &f);
+}
+
+// Deals tasks 0, 1, .. n - 1 to whichever thread is free. worker(next) runs on every thread, which
+// lets it keep scratch between tasks; next() is a task, or n when none is left.
+template <class Worker>
+void parallel_tasks(int64_t n, const Worker& worker) {
+    std::atomic<int64_t> dealt{0};
+    const auto next = [&dealt, n] {
+        const int64_t task = dealt.fetch_add(1, std::memory_order_relaxed);
+        return task < n ? task : n;
+    };
+    parallel_for(n, 1, [&](int64_t, int64_t) { worker(next); });
 }
 
 }  // namespace flash_csa::cpu

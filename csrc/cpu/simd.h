@@ -14,20 +14,23 @@
 
 namespace flash_csa::cpu {
 
-enum class Level : int32_t { Baseline, Avx2, Avx512 };
+// Avx512Vnni adds byte dot products, which a loop body does not use by itself: code that has its
+// own variant for them asks for the level.
+enum class Level : int32_t { Baseline, Avx2, Avx512, Avx512Vnni };
 
 inline Level best_level() {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return Level::Avx512;
+        return __builtin_cpu_supports("avx512vnni") ? Level::Avx512Vnni : Level::Avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Level::Avx2;
 #endif
     return Level::Baseline;
 }
 
-// FLASH_CSA_CPU_LEVEL=baseline|avx2|avx512 lowers the level (a test compares their bytes).
+// FLASH_CSA_CPU_LEVEL=baseline|avx2|avx512|avx512vnni lowers the level (a test compares their
+// bytes).
 inline Level initial_level() {
     const char* wanted = std::getenv("FLASH_CSA_CPU_LEVEL");
     const Level best = best_level();
@@ -35,6 +38,7 @@ inline Level initial_level() {
     Level level = best;
     if (std::strcmp(wanted, "baseline") == 0) level = Level::Baseline;
     if (std::strcmp(wanted, "avx2") == 0) level = Level::Avx2;
+    if (std::strcmp(wanted, "avx512") == 0) level = Level::Avx512;
     return level < best ? level : best;
 }
 
@@ -67,6 +71,7 @@ FCSA_TARGET_AVX512 void run_avx512(const Args&... args) {
 template <auto kBody, class... Args>
 void per_level(const Args&... args) {
     switch (current_level) {
+        case Level::Avx512Vnni:
         case Level::Avx512:
             return run_avx512<kBody>(args...);
         case Level::Avx2:

@@ -19,7 +19,7 @@ constexpr const char* kElements[] = {"E2M1", "E4M3"};
 constexpr const char* kScaleKinds[] = {"E4M3", "UE8M0", "FP32"};
 constexpr const char* kPageOrders[] = {"token-major", "page-split"};
 constexpr const char* kLayouts[] = {"packed", "rows", "aligned rows", "dense", "pages"};
-constexpr const char* kLevels[] = {"baseline", "avx2", "avx512"};
+constexpr const char* kLevels[] = {"baseline", "avx2", "avx512", "avx512vnni"};
 constexpr const char* kWorkspaceOps[] = {"attend", "index_scores", "select", "index_select",
                                          "compress"};
 
