@@ -57,6 +57,19 @@ def cutlass_include() -> list[str]:
     return [str(Path(spec.origin).parent / "source" / "include")] if spec and spec.origin else []
 
 
+def source_root() -> Path:
+    """csrc; with FCSA_MUTATE=n a copy with fault n of tests/mutants, beside the build folder."""
+    number = os.environ.get("FCSA_MUTATE")
+    if not number:
+        return ROOT / "csrc"
+    if sys.argv[1:3] != ["build_ext", "-b"]:
+        fail("FCSA_MUTATE goes with `setup.py build_ext -b FOLDER/python` alone")
+    sys.path.insert(0, str(ROOT / "tests"))
+    from mutants.mutants import mutated_copy
+
+    return mutated_copy(int(number), ROOT / "csrc", Path(sys.argv[3]).resolve().parent / "csrc")
+
+
 def link_arguments(toolkit: Path | None) -> list[str]:
     # The linker would drop libtorch.so, whose symbols are only looked up at run time.
     libtorch = Path(torch.__file__).parent / "lib" / "libtorch.so"
@@ -73,14 +86,15 @@ def link_arguments(toolkit: Path | None) -> list[str]:
 def extension(toolkit: Path | None):
     suffixes = ("*.cpp", "*.cu") if toolkit else ("*.cpp",)
     folders = ("cpu", "ops", "sm90") if toolkit else ("cpu", "ops")
+    csrc = source_root()
     sources = sorted(
         str(path.relative_to(ROOT))
         for folder in folders
         for suffix in suffixes
-        for path in (ROOT / "csrc" / folder).rglob(suffix)
+        for path in (csrc / folder).rglob(suffix)
     )
     defines = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    include = [str(ROOT / "csrc")]
+    include = [str(csrc)]
     if toolkit:
         defines.append("-DUSE_CUDA")
         include += [str(toolkit / "include"), *cutlass_include()]

@@ -127,7 +127,8 @@ int exec_module(PyObject* module) {
         PyModule_AddIntConstant(module, "INDEX_DIM", kIndexDim) < 0 ||
         PyModule_AddIntConstant(module, "POOL_BLOCK", kPoolBlock) < 0 ||
         PyModule_AddIntConstant(module, "MAX_PAGE_SIZE", kMaxPageSize) < 0 ||
-        PyModule_AddIntConstant(module, "SYNC_BYTES", kSyncBytes) < 0)
+        PyModule_AddIntConstant(module, "SYNC_BYTES", kSyncBytes) < 0 ||
+        PyModule_AddIntConstant(module, "MUTANT", 0) < 0)  // tests/mutants: the fault built in
         return -1;
     return 0;
 }

@@ -1,0 +1,43 @@
+"""The faults that tests must notice, chosen without a look at the tests.
+
+Sources of a release hold no trace of them: `FCSA_MUTATE=n python setup.py build_ext -b DIR/python`
+builds a copy of csrc with fault n, and `make mutants` does so for each.
+"""
+
+from pathlib import Path
+
+from mutants.list_index import INDEX_MUTANTS
+from mutants.list_records import RECORD_MUTANTS
+from mutants.list_rows import ROW_MUTANTS
+from mutants.mutant import Mutant, patched, replace_once
+
+STAGES = ("codec", "causal", "compressor", "scores", "select", "pool", "attend", "step", "merge")
+MUTANTS: tuple[Mutant, ...] = (*RECORD_MUTANTS, *INDEX_MUTANTS, *ROW_MUTANTS)
+
+
+def mutated_copy(number: int, csrc: Path, out: Path) -> Path:
+    """Makes `out` a copy of csrc with fault `number` (0: none), which `_C.MUTANT` then names.
+
+    Only files whose text changes are written: a build after that of another mutant compiles what
+    the two faults touch and nothing else.
+    """
+    texts = {p.relative_to(csrc): p.read_text() for p in csrc.rglob("*") if p.is_file()}
+    for mutant in MUTANTS:
+        if mutant.number == number:
+            file, module = Path(mutant.file), Path("ops/module.cpp")
+            texts[file] = patched(texts[file], mutant)
+            label = '"MUTANT", {})'.format
+            texts[module] = replace_once(texts[module], label(0), label(number), str(module))
+            break
+    else:
+        if number != 0:
+            raise ValueError(f"no mutant has the number {number}")
+    for copy in list(out.rglob("*")):
+        if copy.is_file() and copy.relative_to(out) not in texts:
+            copy.unlink()
+    for path, text in texts.items():
+        copy = out / path
+        if not copy.exists() or copy.read_text() != text:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text)
+    return out
