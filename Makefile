@@ -1,6 +1,7 @@
 # make demo   environment, build, main job          make test   environment, build, tests
 # make lint   formatting and static checks          make clean  removes what these made
 # make gpu    gpu-test and gpu-bench, on an H100 or H200
+# make mutants  the tests, asked to notice one fault after the other (tests/mutants); hours
 #
 # The active environment is used if its PyTorch is new enough; otherwise .venv is made and PyTorch
 # installed there. TORCH_INDEX=URL takes PyTorch from another package index (a CPU-only one, say).
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint build clean gpu gpu-test gpu-bench gpu-library
+.PHONY: demo test mutants lint build clean gpu gpu-test gpu-bench gpu-library
 
 PYTHON ?= python3
 TORCH := torch>=2.11,<2.14
@@ -36,6 +37,9 @@ demo: build
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+mutants: build
+	$(PY) tests/mutants/run.py $(ARGS)
 
 # A stamp is written last, so an interrupted run is taken up again.
 .venv/.ready: pyproject.toml
