@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from flash_csa import RECORDS, accounting
-from flash_csa.accounting import Cost
+from flash_csa.accounting import Cost, expected_unique
 
 PAGE = 64
 DECODE_RECORDS = 1 << 21  # of the one cache that decode rows select from
@@ -108,11 +108,6 @@ class Case:
         if self.is_index or self.kind == "select":
             shape["requests"] = min(shape["requests"], shape["rows"])
         return replace(self, shape=shape)
-
-
-def expected_unique(picks: int, records: int) -> int:
-    """Different records among uniform picks, rounded down."""
-    return int(records * (1 - (1 - 1 / records) ** picks))
 
 
 # Costs

@@ -372,7 +372,7 @@ def index_select(
 
 
 def reindex(*, rows: int, heads: int, entries: int, k: int, pool_blocks: int, **scoring) -> Cost:
-    """index_select inside a pool: each row reads the `entries / rows` keys of its own pool."""
+    """index_select inside a pool: a row scores the `entries / rows` keys of its own pool."""
     scores = index_scores(
         rows=rows,
         heads=heads,
@@ -448,6 +448,41 @@ def project(
     )
 
 
+# What memory moves beyond a Cost
+
+SECTOR = 32  # bytes: the smallest piece of HBM that a kernel can fetch
+
+
+def sector_bytes(record: str, page_size: int, run: int = 1) -> Fraction:
+    """Bytes of the sectors that one record of a run of `run` neighbours costs, on average.
+
+    Runs begin at multiples of `run` in a page (the last may be shorter); pages begin at a sector.
+    """
+    row, touched = RECORDS[record], 0
+    for first in range(0, page_size, run):
+        last = min(first + run, page_size) - 1
+        data, scales = row.data_at(first), row.scale_at(first, page_size)
+        data_end = row.data_at(last) + row.data_bytes
+        scale_end = row.scale_at(last, page_size) + row.scale_bytes
+        if row.page_order == "token-major":
+            spans = [(data, scale_end)]
+        else:
+            spans = [(data, data_end), (scales, scale_end)]
+        touched += len({s for a, b in spans for s in range(a // SECTOR, ceil_div(b, SECTOR))})
+    return Fraction(touched * SECTOR, page_size)
+
+
+def expected_unique(picks: int, items: int) -> int:
+    """Different items among uniform picks, rounded down."""
+    return int(items * (1 - (1 - 1 / items) ** picks)) if items else 0
+
+
+def gather_bytes(*, records: int = 0, scores: int = 0) -> int:
+    """What a path through temporaries moves on top: each record written and read as a BF16 vector,
+    each score written and read in FP32."""
+    return 2 * (records * HEAD_DIM * BF16 + scores * F32)
+
+
 # A whole step
 
 
@@ -456,8 +491,8 @@ def layer_costs(
 ) -> dict[str, Cost]:
     """Cost of each stage of one layer in a step: request r adds rows[r] rows after start[r].
 
-    Rows of one request share its window records and index keys; main records count once where
-    its rows select more than it has.
+    Rows of one request share its window records and index keys; main records and the keys of pools
+    count once where its rows select more than it has.
     """
     total = sum(rows)
     requests = [_Rows(plan, layer, s, n) for s, n in zip(start, rows, strict=True)]
@@ -494,7 +529,11 @@ def layer_costs(
             rows=total, heads=plan.index_heads, record=spec.index
         )
         if layer.reads_pool:
-            costs["reindex"] = reindex(**shape, pool_blocks=plan.pool_blocks)
+            costs["reindex"] = reindex(
+                **shape,
+                unique_entries=sum(min(r.scored, r.last_visible) for r in requests),
+                pool_blocks=plan.pool_blocks,
+            )
         else:
             costs["index_select"] = index_select(
                 **shape,

@@ -1,0 +1,137 @@
+"""Nsight Compute: DRAM bytes, sectors, hit rates and times of the kernels of a Python program.
+
+The program marks what is measured, see `region` and `mark`: kernels between two marks are one item.
+"""
+
+import contextlib
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+METRICS = {
+    "read": "dram__bytes_read.sum",
+    "written": "dram__bytes_write.sum",
+    "sectors": "lts__t_sectors_op_read.sum",
+    "hit_rate": "lts__t_sector_hit_rate.pct",
+    "time": "gpu__time_duration.sum",
+}
+MARK = "probe_kernel"
+TIMEOUT = 420  # seconds
+
+
+class Unavailable(RuntimeError):
+    """There is no ncu, or it may not read this device's counters; one line says which."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The kernels of one item. hit_rate: of the L2, 0 to 1, weighted by sectors."""
+
+    launches: int
+    read_nbytes: int
+    written_nbytes: int
+    sectors: int  # read through the L2, 32 bytes each
+    hit_rate: float
+    time_us: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.read_nbytes + self.written_nbytes
+
+
+def find() -> str | None:
+    """The program: on the PATH, or in the toolkit."""
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    path = os.pathsep.join([os.environ.get("PATH", ""), os.path.join(toolkit, "bin")])
+    return shutil.which("ncu", path=path)
+
+
+def profile(arguments: Sequence[str]) -> tuple[list[Counted], str]:
+    """Runs `python arguments` under ncu; its items in order, and what it printed.
+
+    Raises:
+        Unavailable: no ncu, no counters, or the program failed.
+    """
+    program = find()
+    if program is None:
+        raise Unavailable("there is no ncu here")
+    with tempfile.TemporaryDirectory() as folder:
+        log = os.path.join(folder, "ncu.csv")
+        command = [program, "--csv", "--page", "raw", "--print-units", "base", "--log-file", log]
+        command += ["--clock-control", "none", "--cache-control", "all"]
+        command += ["--profile-from-start", "off", "--target-processes", "all"]
+        command += ["--metrics", ",".join(METRICS.values()), sys.executable, *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            raise Unavailable(f"ncu was not done after {TIMEOUT} s") from error
+        text = ""
+        if os.path.exists(log):
+            with open(log, encoding="utf-8") as file:
+                text = file.read()
+    errors = [line for line in text.splitlines() if line.startswith("==ERROR==")]
+    if done.returncode != 0 or errors:
+        lines = errors or done.stderr.strip().splitlines()[-1:]
+        said = lines[0] if lines else f"exit code {done.returncode}"
+        raise Unavailable(f"ncu: {said.removeprefix('==ERROR==').strip()}")
+    return parse(text), done.stdout
+
+
+def parse(text: str) -> list[Counted]:
+    """Items of ncu's CSV log: runs of kernels after each mark."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    items: list[list[dict[str, str]]] = []
+    for row in csv.DictReader(lines):
+        if not row["ID"]:  # the units
+            continue
+        if MARK in row["Kernel Name"]:
+            items.append([])
+        elif items:
+            items[-1].append(row)
+    return [_counted(rows) for rows in items]
+
+
+def _counted(rows: list[dict[str, str]]) -> Counted:
+    values = [
+        {name: float(row[metric].replace(",", "")) for name, metric in METRICS.items()}
+        for row in rows
+    ]
+    sectors = sum(value["sectors"] for value in values)
+    hits = sum(value["sectors"] * value["hit_rate"] / 100 for value in values)
+    return Counted(
+        launches=len(rows),
+        read_nbytes=int(sum(value["read"] for value in values)),
+        written_nbytes=int(sum(value["written"] for value in values)),
+        sectors=int(sectors),
+        hit_rate=hits / sectors if sectors else 0.0,
+        time_us=sum(value["time"] for value in values) / 1e3,
+    )
+
+
+@contextlib.contextmanager
+def region() -> Iterator[None]:
+    """In the measured program: kernels inside are measured."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    try:
+        yield
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.profiler.stop()
+
+
+def mark() -> None:
+    """In the measured program: an item begins."""
+    import torch
+
+    from ..records import RECORDS
+
+    words = torch.empty(1 + len(RECORDS), dtype=torch.int32, device="cuda")
+    torch.ops.flash_csa.probe(words)
