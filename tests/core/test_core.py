@@ -32,6 +32,13 @@ def test_cpp() -> None:
     assert "100% tests passed" in ctest(cmake_build())
 
 
+def test_cpu_back_end_under_sanitizers() -> None:
+    """Hostile positions, tables, slots and lengths in buffers of exactly their size."""
+    program = cmake_build("cpu_fuzz") / "cpu_fuzz"
+    done = subprocess.run([str(program), "60"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
 def test_header_compiles_alone(header: Path, tmp_path: Path) -> None:
     command = ["c++", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
