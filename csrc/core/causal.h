@@ -13,7 +13,8 @@ namespace flash_csa {
 // strict leaves that entry to the next token.
 FCSA_HD int32_t n_vis(int32_t position, int32_t ratio, bool strict = false) {
     if (position < 0) return 0;
-    return position / ratio + (!strict && position % ratio == ratio - 1 ? 1 : 0);
+    const int64_t closed = int64_t{position} + (strict ? 0 : 1);
+    return static_cast<int32_t>(closed / ratio < INT32_MAX ? closed / ratio : INT32_MAX);
 }
 
 // True where the token at a position is the last of its group.
