@@ -31,7 +31,7 @@ MEMORY = 8_000_000_000  # bytes of inputs that the instances may take together
 class Case:
     """One row of the results.
 
-    stage: folder of csrc/sm90 that it times, "" for ceilings and library calls.
+    stage: folder of csrc/sm90 that it times ("a+b": two), "" for ceilings and library calls.
     unit: the ceilings that may bind it: memory pattern and matrix type.
     must, aim: bars, as the peer's time over ours. peer_us: the peer's time recorded on an H200.
     """
@@ -318,7 +318,7 @@ def _index_case(
         "record": "IndexFp4",
         "wide": False,
     }
-    stage = "select" if kind == "select" else "index"
+    stage = {"index_scores": "index", "select": "select"}.get(kind, "index+select")
     return Case(name, kind, stage, defaults | shape, ("read", "fp8"), *bars, peer_us=peer)
 
 

@@ -34,12 +34,6 @@ class Inputs:
         """Every case draws from the start, so that it does not depend on those before it."""
         self.generator.manual_seed(self._seed)
 
-    def free(self) -> None:
-        """Drops the caches."""
-        self._kept.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def f32(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self.generator, device=self.device)
 

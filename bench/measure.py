@@ -68,7 +68,6 @@ class Bench:
         self.dirty = dirty
         self.facts = provenance.device_facts(device)
         self.ceilings: Ceilings | None = None
-        self._kind = ""
 
     def measure_ceilings(self, cases: list[Case]) -> list[Row]:
         """Rows of the ceilings and of the launch floor; all later rows refer to them."""
@@ -117,9 +116,7 @@ class Bench:
             RuntimeError, ValueError: of the library.
         """
         assert self.ceilings is not None
-        if case.kind != self._kind:
-            self.free(caches=True)
-            self._kind = case.kind
+        self.free()
         work = ours.build(case, self.inputs, case.instances)
         notes: list[str] = []
         sides = self._peer_calls(case, work, notes)
@@ -138,10 +135,9 @@ class Bench:
         if median_us < cost.nbytes / self.ceilings.peak * 1e6:
             raise BelowFloor(f"{median_us:.2f} us for {cost.nbytes} bytes is below the byte floor")
         peer_us = statistics.median(taken[1]) if peer_graph else None
-        if peer_us and case.peer_us and abs(peer_us / case.peer_us - 1) > PEER_TOLERANCE:
-            notes.append(
-                f"peer {peer_us / case.peer_us - 1:+.0%} off its recorded {case.peer_us} us"
-            )
+        off = peer_us / case.peer_us - 1 if peer_us and case.peer_us else 0.0
+        if abs(off) > PEER_TOLERANCE:
+            notes.append(f"peer {off:+.0%} off its recorded {case.peer_us} us")
         ceiling, floor_us = self.ceilings.binding(case)
         row = self._row(
             case,
@@ -162,10 +158,9 @@ class Bench:
         )
         return row
 
-    def free(self, *, caches: bool = False) -> None:
+    def free(self) -> None:
+        """Graphs and instances of the case before; caches stay."""
         gc.collect()
-        if caches:
-            self.inputs.free()
         torch.cuda.empty_cache()
 
     def _peer_calls(

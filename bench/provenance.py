@@ -42,12 +42,13 @@ def _object(kind: bytes, data: bytes) -> bytes:
 
 
 def trees(stage: str, root: Path = ROOT) -> dict[str, str]:
-    """The hashes that a row of a stage carries."""
+    """The hashes that a row of a stage carries; of "a+b" those of both folders, in that form."""
     csrc = root / "csrc"
+    folders = stage.split("+") if stage else []
     return {
         "tree_core": tree_hash(csrc / "core"),
         "tree_common": tree_hash(csrc / "sm90" / "common"),
-        "tree_stage": tree_hash(csrc / "sm90" / stage) if stage else "",
+        "tree_stage": "+".join(tree_hash(csrc / "sm90" / folder) for folder in folders),
     }
 
 

@@ -20,12 +20,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from . import ours, provenance, results
+from . import dram, ours, provenance, results
 from .cases import CASES, Case, matching
 from .inputs import Inputs
 from .measure import Bench
 
 OUT = provenance.ROOT / "bench" / "results" / "h200.jsonl"
+CEILINGS = [case for case in CASES.values() if case.kind in ("ceiling", "empty")]
 FAULTS = (RuntimeError, ValueError, NotImplementedError)
 
 
@@ -40,6 +41,9 @@ def main(
     redo: Annotated[bool, typer.Option(help="Measure cases that have a current row.")] = False,
     budget: Annotated[float, typer.Option(help="Start no case after so many seconds.")] = 1e9,
     allow_dirty: Annotated[bool, typer.Option(help="Measure uncommitted sources.")] = False,
+    count_dram: Annotated[
+        bool, typer.Option("--dram", help="Count DRAM bytes of rows that lack them, under ncu.")
+    ] = False,
 ) -> None:
     """Times the cases."""
     deadline = time.monotonic() + budget
@@ -52,19 +56,21 @@ def main(
     elif device == "cpu":
         sys.exit(_dry_run(cases))
     else:
-        sys.exit(_run(cases, out, compare, tolerance, redo, deadline, allow_dirty))
+        bench = _bench(allow_dirty)
+        rows, failures = _measure(bench, cases, out, redo, deadline)
+        if count_dram:
+            _count_dram(cases, rows)
+            results.save(out, rows)
+        names = dict.fromkeys(c.name for c in [*CEILINGS, *cases])
+        shown = [rows[name] for name in names if name in rows]
+        _print_rows(shown, failures)
+        grown = results.regressions(shown, results.load(compare) if compare else {}, tolerance)
+        for name, growth in grown:
+            _say(f"regression: {name} {growth:+.1%}")
+        sys.exit(1 if grown or failures else 0)
 
 
-def _run(
-    cases: list[Case],
-    out: Path,
-    compare: Path | None,
-    tolerance: float,
-    redo: bool,
-    deadline: float,
-    allow_dirty: bool,
-) -> int:
-    old = results.load(compare) if compare else {}
+def _bench(allow_dirty: bool) -> Bench:
     dirty = provenance.is_dirty()
     if dirty and not allow_dirty:
         _stop("csrc is not what is committed: commit it, set FLASH_CSA_TREE, or --allow-dirty")
@@ -73,11 +79,17 @@ def _run(
     bench = Bench(torch.device("cuda"), dirty=dirty)
     if bench.peers.missing:
         _say(bench.peers.missing)
+    return bench
+
+
+def _measure(
+    bench: Bench, cases: list[Case], out: Path, redo: bool, deadline: float
+) -> tuple[dict[str, results.Row], dict[str, str]]:
+    """All rows by case, written to `out` one by one; and what failed."""
     rows = results.load(out)
-    wanted = [c for c in cases if c.available and c.kind not in ("ceiling", "empty")]
+    wanted = [c for c in cases if c.available and c not in CEILINGS]
     todo = [c for c in wanted if redo or not _is_current(bench, rows, c)]
-    ceilings = [c for c in CASES.values() if c.kind in ("ceiling", "empty")]
-    for row in bench.measure_ceilings(ceilings):
+    for row in bench.measure_ceilings(CEILINGS):
         rows[row["case"]] = row
     results.save(out, rows)
     failures: dict[str, str] = {}
@@ -95,18 +107,19 @@ def _run(
                 _say("the GPU reports errors since then; run again, with --skip for this case")
                 break
             continue
-        finally:
-            bench.free()
         results.save(out, rows)
         ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
         took = time.monotonic() - started
         _say(f"{c.name}: {row['ours_us']:.1f} us, {ratio} ({took:.1f} s)")
-    shown = [rows[c.name] for c in [*ceilings, *wanted] if c.name in rows]
-    _print_rows(shown, failures)
-    grown = results.regressions(shown, old, tolerance)
-    for name, growth in grown:
-        _say(f"regression: {name} {growth:+.1%}")
-    return 1 if grown or failures else 0
+    return rows, failures
+
+
+def _count_dram(cases: list[Case], rows: dict[str, results.Row]) -> None:
+    """Fills in the DRAM bytes of our own kernels, per call."""
+    torch.cuda.empty_cache()
+    own = [c for c in cases if c.stage and c.name in rows and rows[c.name]["dram_bytes"] is None]
+    for name, counted in dram.count(own, _say).items():
+        rows[name]["dram_bytes"] = counted.nbytes
 
 
 def _is_current(bench: Bench, rows: dict[str, results.Row], case: Case) -> bool:
@@ -127,7 +140,7 @@ def _dry_run(cases: list[Case]) -> int:
     """Runs each case once at a tiny size on the CPU; the number of cases that failed, at most 1."""
     inputs, failed = Inputs("cpu"), 0
     for case in cases:
-        if not case.available or case.kind in ("ceiling", "empty"):
+        if not case.available or case in CEILINGS:
             continue
         try:
             for call in ours.build(case.small(), inputs, 1).calls:

@@ -137,7 +137,7 @@ def bench(monkeypatch):
     made = measure.Bench.__new__(measure.Bench)
     made.device, made.timer, made.inputs = torch.device("cpu"), FakeTimer(), Inputs("cpu")
     made.peers = SimpleNamespace(build=lambda case, inputs, work: {"peer": work.calls})
-    made.dirty, made.facts, made._kind = False, provenance.device_facts(made.device), ""
+    made.dirty, made.facts = False, provenance.device_facts(made.device)
     rates = {"copy": 4e12, "read": 4e12, "gather": 4e12, "bf16": 8e14, "fp8": 1e15}
     made.ceilings = measure.Ceilings(rates, 1.3, 4.8e12)
     return made

@@ -1,4 +1,4 @@
-"""Traffic: the model against accounting and by hand, ncu's output, all measured calls on the CPU."""
+"""Traffic: the model against accounting and by hand, ncu's output, measured calls on the CPU."""
 
 import json
 
