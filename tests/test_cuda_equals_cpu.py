@@ -167,7 +167,7 @@ def test_compress(requests, ratio, width, device):
         "ratio": ratio,
         "norm_weight": 1 + 0.1 * torch.randn(width),
         "eps": 1e-6,
-        "cos_sin": flash_csa.cos_sin_table(entries, 160000.0),
+        "cos_sin": flash_csa.cos_sin_table(entries, 160000.0, yarn=True),
         "latent_out": torch.zeros(rows, width).bfloat16(),
         "rotate": not full,
     }
@@ -224,7 +224,7 @@ def test_quantize_query(record, rotate, device):
     args = {
         "q": _rows(rows * heads, 128).view(rows, heads, 128),
         "positions": torch.randint(-1, 4096, (rows,)).int(),
-        "cos_sin": flash_csa.cos_sin_table(4000, 160000.0),
+        "cos_sin": flash_csa.cos_sin_table(4000, 160000.0, yarn=True),
         "record": RECORDS[record].id,
         "rotate": rotate,
         "out_codes": out.codes,
@@ -330,7 +330,7 @@ def test_attend(heads, records, f32, device):
     if not f32:
         args |= {
             "derotate_positions": batch.positions,
-            "derotate_cos_sin": flash_csa.cos_sin_table(1024, 160000.0),
+            "derotate_cos_sin": flash_csa.cos_sin_table(1024, 160000.0, yarn=True),
         }
     _compare(Call("attend", args), device, poison=("out", "lse"))
 
@@ -346,7 +346,7 @@ def _index_scene(heads: int, requests: str, record: str = "IndexFp4"):
     query = flash_csa.quantize_query(
         torch.randn(batch.num_rows, heads, 128).bfloat16(),
         batch.positions.clamp(min=0),
-        flash_csa.cos_sin_table(2048, 160000.0),
+        flash_csa.cos_sin_table(2048, 160000.0, yarn=True),
         record=record,
     )
     work = flash_csa.schedule(
