@@ -30,6 +30,7 @@ RECORDED = {"copy": 4.2e12, "read": 4.6e12, "gather": 3.9e12, "bf16": 797e12, "f
 RECORDED_LAUNCH_US = 1.3
 PEAK = {"H200": 4.8e12, "H100": 3.35e12}  # bytes/s of the datasheets: no time is below
 PEER_TOLERANCE = 0.10
+EMPTY_LAUNCHES = 200
 
 
 class BelowFloor(RuntimeError):
@@ -71,41 +72,32 @@ class Bench:
 
     def measure_ceilings(self, cases: list[Case]) -> list[Row]:
         """Rows of the ceilings and of the launch floor; all later rows refer to them."""
-        name = self.facts["device"]
-        hopper = "H200" in name
+        recorded = "H200" in self.facts["device"]
         rates, rows = {}, []
         for case in cases:
             if case.kind == "empty":
                 continue
             calls, amount, unit = ceiling_calls(case["what"], self.device)
             samples = self.timer.interleaved([Graph(calls)], SAMPLES)[0]
-            us = statistics.median(samples)
-            measured = amount / us * 1e6
-            known = RECORDED[case["what"]] if hopper else measured
+            measured = amount / statistics.median(samples) * 1e6
+            known = RECORDED[case["what"]] if recorded else measured
             rates[case["what"]] = max(measured, known)
             scale = f"{known / 1e12:.2f} T{'B' if unit == 'bytes' else 'FLOP'}/s"
-            rows.append(
-                self._row(
-                    case,
-                    samples,
-                    instances=len(calls),
-                    **{unit: int(amount)},
-                    ceiling=scale,
-                    fraction=measured / known,
-                )
-            )
+            limit = {"ceiling": scale, "fraction": measured / known}
+            values = {unit: int(amount), "instances": len(calls), **limit}
+            rows.append(self._row(case, samples, **values))
+            del calls
             self.free()
         floor = next(case for case in cases if case.kind == "empty")
-        work = ours.build(floor, self.inputs, 200)
+        work = ours.build(floor, self.inputs, EMPTY_LAUNCHES)
         samples = self.timer.interleaved([Graph(work.calls)], SAMPLES)[0]
-        launch = statistics.median(samples)
-        peak = next((rate for key, rate in PEAK.items() if key in name), 1.1 * rates["read"])
-        self.ceilings = Ceilings(rates, min(launch, RECORDED_LAUNCH_US) if hopper else launch, peak)
-        scale = f"launch {RECORDED_LAUNCH_US} us"
-        fraction = RECORDED_LAUNCH_US / launch if hopper else 1.0
-        rows.append(
-            self._row(floor, samples, instances=200, launches=1, ceiling=scale, fraction=fraction)
-        )
+        launch_us = statistics.median(samples)
+        known_us = RECORDED_LAUNCH_US if recorded else launch_us
+        limit = {"ceiling": f"launch {known_us:.2f} us", "fraction": known_us / launch_us}
+        rows.append(self._row(floor, samples, instances=EMPTY_LAUNCHES, launches=1, **limit))
+        peaks = (rate for name, rate in PEAK.items() if name in self.facts["device"])
+        peak = next(peaks, 1.1 * rates["read"])
+        self.ceilings = Ceilings(rates, min(launch_us, known_us), peak)
         return rows
 
     def measure(self, case: Case) -> Row:

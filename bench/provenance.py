@@ -18,7 +18,7 @@ COMMITTED = "FLASH_CSA_TREE"  # git rev-parse HEAD:csrc, where there is no repos
 
 
 def tree_hash(folder: Path) -> str:
-    """Git's hash of a folder; files that git would ignore must not be in it. "" if it is absent."""
+    """Git's hash of a folder of plain files, none of them executable or ignored; "" without one."""
     return _tree(folder).hex() if folder.is_dir() else ""
 
 
@@ -29,8 +29,8 @@ def _tree(folder: Path) -> bytes:
             if any(child.is_file() for child in path.rglob("*")):  # git has no empty folders
                 entries.append((path.name + "/", b"40000", path.name, _tree(path)))
         else:
-            mode = b"100755" if os.access(path, os.X_OK) else b"100644"
-            entries.append((path.name, mode, path.name, _object(b"blob", path.read_bytes())))
+            blob = _object(b"blob", path.read_bytes())
+            entries.append((path.name, b"100644", path.name, blob))
     lines = (
         mode + b" " + name.encode() + b"\0" + digest for _, mode, name, digest in sorted(entries)
     )
