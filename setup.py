@@ -30,9 +30,9 @@ def find_toolkit() -> Path | None:
     if os.environ.get("FLASH_CSA_CPU_ONLY") == "1":
         return None
     named = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), ext.CUDA_HOME)
-    for place in (*named, "/usr/local/cuda"):
-        if place and (Path(place) / "include" / "cuda_runtime.h").exists():
-            return Path(place)
+    for place in map(Path, filter(None, (*named, "/usr/local/cuda"))):
+        if all((place / part).exists() for part in ("bin/nvcc", "include/cuda_runtime.h")):
+            return place
     return None
 
 
