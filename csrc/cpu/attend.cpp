@@ -1,16 +1,19 @@
 // Attention of every query row over its window records and its main records.
 //
 //   for each task = one row and up to 64 of its heads, and each tile of 64 present records:
-//     dequantise   records -> sKv    [panel][record][dim]    once for all heads of the task
-//     sLogits      [record][head]  = sKv x sQ                one panel of 64 dims after the other
-//     softmax      running maximum and sum per head          lanes are heads
-//     sOut         [panel][head][dim] = sOut * keep + sLogits^T x sKv
+//     kv      [panel][record][dim]   dequantised once for all heads of the task
+//     logits  [record][head]         kv x q, one panel of 64 dims after the other
+//     softmax                        running maximum and sum of each head; lanes are heads
+//     out     [panel][head][dim]     out * keep + probabilities x kv
 //   then normalise, rotate back if asked, round, write.
 //
 // Absent records (-1, outside the pages, on a -1 page) are left out while a tile is filled, so no
 // byte of theirs is read and a list with holes gives the bits of the compacted list. A head's
 // arithmetic knows nothing of other heads, rows or threads: results do not depend on them. Sums run
 // in two levels (64 products, then panels or tiles), which keeps FP32 within 2^-20 of exact.
+//
+// The floor is FP32 FMA: 8 rows x 64 heads x 640 records are 336 M of them, 1.9 ms on two AVX-512
+// cores at 2.8 GHz. It runs in 2.2: 85 % in `multiply`, 9 % decoding, 6 % softmax, query, output.
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -33,7 +36,7 @@ constexpr int kBlock = 8;   // rows of the micro-kernel: 8 x 32 accumulators fil
 constexpr int kFewTasks = 8;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// 417 KiB, in a core's second-level cache. Dims lie in the order of dim_at.
+// 401 KiB, in a core's second-level cache. Dims lie in the order of dim_at.
 struct alignas(64) Scratch {
     float q[kPanels][kSquare];    // [dim][head]
     float kv[kPanels][kSquare];   // [record][dim]
@@ -45,8 +48,8 @@ struct alignas(64) Scratch {
 };
 
 // Dim at a place of the scratch order: of each 128 dims, the first of every 8, then the second, and
-// so on. In this order lane l decodes its 8 dims from one word of FP4 or two of FP8 by shifts
-// alone.
+// so on. In this order lane l decodes its 8 dims from one (little-endian) word of FP4, or two of
+// FP8, by shifts alone.
 constexpr int dim_at(int place) { return place / 128 * 128 + place % 16 * 8 + place % 128 / 16; }
 
 // ---- Records
