@@ -1,6 +1,7 @@
 """The benchmark without a GPU: names, bytes, rows, comparison, hashes, a dry call per case."""
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import measure, ours, peers, provenance, results, timing  # noqa: E402
+from bench import measure, ours, pack_peers, peers, provenance, results, timing  # noqa: E402
 from bench.cases import CASES, matching  # noqa: E402
 from bench.inputs import Inputs  # noqa: E402
 
@@ -192,3 +193,16 @@ def test_missing_peers_are_one_line(tmp_path, monkeypatch):
     found = peers.Peers()
     assert found.missing.startswith("no peers: ") and "\n" not in found.missing
     assert found.build(CASES["select.1x131072"], Inputs("cpu"), ours.Work([])) == {}
+
+
+def test_packing_keeps_the_code_for_hopper():
+    def entry(architecture: int, body: bytes) -> bytes:
+        header = struct.pack("<HHIQ", 2, 0x101, 64, len(body)) + bytes(12)
+        return (header + struct.pack("<I", architecture)).ljust(64, b"\1") + body
+
+    entries = entry(80, b"ampere") + entry(90, b"hopper") + entry(100, b"later")
+    fatbin = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+    by_chance = struct.pack("<I", 0xBA55ED50)
+    packed = pack_peers.keep_sm90(bytearray(by_chance + b"text" + fatbin + b"end"))
+    assert b"hopper" in packed and packed.endswith(b"end") and b"text" in packed
+    assert b"ampere" not in packed and b"later" not in packed
