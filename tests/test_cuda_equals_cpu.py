@@ -60,7 +60,7 @@ def _compare(call: Call, device, *, poison: tuple[str, ...] = ()) -> None:
         assert not there.args["workspace"][: flash_csa.SYNC_BYTES].any(), "counters left behind"
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "probe"])
 def test_every_call_of_the_table(name, device):
     _compare(CALLS[name](Scene("cpu")), device)
 

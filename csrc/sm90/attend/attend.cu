@@ -19,7 +19,6 @@ namespace {
 
 constexpr int kWarps = 8;   // heads of a block
 constexpr int kTile = 32;   // records: one logit a lane
-constexpr float kFloor = -87.f;  // below, exp is 0 beside a sum that holds exp(0)
 
 struct Shared {
     float kv[kTile][kHeadDim];
@@ -68,6 +67,7 @@ struct HeadState {
     float acc[kLaneDims] = {};
     float max = -INFINITY;
     float sum = 0.f;  // same in all lanes
+    bool empty = true;
 };
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -91,10 +91,13 @@ __device__ void attend_tile(const Shared& shared, float scale, int lane, HeadSta
         dot = warp_sum(dot);
         if (r == lane && shared.present[r]) logit = dot * scale;
     }
+    const bool present = shared.present[lane];
+    if (!__any_sync(kAllLanes, present)) return;
+    // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
     const float largest = fmaxf(s.max, warp_max(logit));
-    if (largest == -INFINITY) return;  // nothing present so far
-    const float weight = logit == -INFINITY ? 0.f : exp_fma(fmaxf(logit - largest, kFloor));
-    const float keep = s.max == -INFINITY ? 0.f : exp_fma(fmaxf(s.max - largest, kFloor));
+    const float weight = present ? exp_fma(logit - largest) : 0.f;
+    const float keep = s.empty ? 0.f : exp_fma(s.max - largest);
+    s.empty = false;
     s.sum = fmaf(s.sum, keep, warp_sum(weight));
     s.max = largest;
     float tile[kLaneDims] = {};
@@ -109,7 +112,7 @@ __device__ void attend_tile(const Shared& shared, float scale, int lane, HeadSta
 }
 
 __device__ void finish(const AttendParams& p, int64_t row, int head, int lane, HeadState& s) {
-    const bool empty = s.max == -INFINITY;
+    const bool empty = s.empty;
     const float sink = p.sink != nullptr ? p.sink[head] : -INFINITY;
     const float factor = empty ? 0.f : 1.f / (s.sum + exp_fma(sink - s.max));
     float out[kLaneDims];

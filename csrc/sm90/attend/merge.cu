@@ -25,16 +25,22 @@ __global__ void __launch_bounds__(32 * kWarps) merge_kernel(MergeParams p) {
     const int head = static_cast<int>(item % p.heads);
     if (row >= p.rows) return;
     const int64_t part_stride = int64_t{p.rows} * p.heads;
+    // A row whose de-rotation position is out of range is padded.
+    const bool padded =
+        p.derotate_positions != nullptr && !p.derotate.holds(p.derotate_positions[row]);
+    const int parts = padded ? 0 : p.parts;
     float largest = -INFINITY;
-    for (int w = 0; w < p.parts; ++w) {
+    for (int w = 0; w < parts; ++w) {
         const float lse = p.lses[w * part_stride + item];
         if (!is_empty(lse)) largest = fmaxf(largest, lse);
     }
+    bool empty = true;
     float sum = 0.f;
     float acc[kLaneDims] = {};
-    for (int w = 0; w < p.parts; ++w) {
+    for (int w = 0; w < parts; ++w) {
         const float lse = p.lses[w * part_stride + item];
         if (is_empty(lse)) continue;
+        empty = false;
         const float weight = exp_fma(lse - largest);
         sum += weight;
 #pragma unroll
@@ -42,7 +48,6 @@ __global__ void __launch_bounds__(32 * kWarps) merge_kernel(MergeParams p) {
             acc[i] = fmaf(weight, value(p, (w * part_stride + item) * kHeadDim + dim_of(lane, i)),
                           acc[i]);
     }
-    const bool empty = sum == 0.f;
     const float sink = p.sink != nullptr ? p.sink[head] : -INFINITY;
     const float factor = empty ? 0.f : 1.f / (sum + exp_fma(sink - largest));
 #pragma unroll
