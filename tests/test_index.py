@@ -163,6 +163,16 @@ def test_page_sizes(page_size: int, device) -> None:
     assert_scores(replace(case, device=device))
 
 
+@pytest.mark.case("Page geometry")
+@pytest.mark.parametrize("shift", [4, 8])
+def test_misaligned_pages_raise(shift: int, device) -> None:
+    case = index_case([100], [1], device=device)
+    bytes_ = torch.nn.functional.pad(case.index.data.flatten(), (shift, 0))
+    data = bytes_[shift:].view_as(case.index.data)
+    with pytest.raises(ValueError, match="16"):
+        replace(case, index=replace(case.index, data=data)).scores()
+
+
 @pytest.mark.case("Padded page stride")
 @pytest.mark.parametrize("padding", [576, 4096, 68 * 64])
 def test_padded_pages(padding: int, device) -> None:

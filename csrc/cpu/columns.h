@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/causal.h"
 #include "core/params.h"
 #include "core/step.h"
 
@@ -49,11 +50,9 @@ struct Columns {
     }
 };
 
-// Number of visible entries that `capacity` holds; 64-bit, as a position may be INT32_MAX.
+// Number of visible entries among the first `capacity`.
 inline int32_t visible_count(int32_t position, int32_t ratio, bool strict, int64_t capacity) {
-    if (position < 0) return 0;
-    const int64_t closed = (int64_t{position} + (strict ? 0 : 1)) / ratio;
-    return static_cast<int32_t>(std::min(closed, capacity));
+    return static_cast<int32_t>(std::min<int64_t>(n_vis(position, ratio, strict), capacity));
 }
 
 // The columns of `row` in a score matrix of `width` columns. A padded row has none.

@@ -6,6 +6,7 @@
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/topk.h"
+#include "cpu/write_lists.h"
 
 namespace flash_csa::cpu {
 namespace {

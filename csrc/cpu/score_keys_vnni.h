@@ -1,5 +1,5 @@
-// FP4 scores with the byte dot product of AVX512-VNNI: the bits of Fp4, at about four times the
-// speed.
+// FP4 scores with the byte dot product of AVX512-VNNI: the bits of Fp4, 2.5 times as fast
+// (32 heads, 16 rows).
 //
 // Four channels of a key are a 32-bit lane, keys are lanes, and one instruction adds four products
 // to each. It wants the keys unsigned: they are stored as half units + 12, and the accumulators

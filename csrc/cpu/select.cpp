@@ -12,6 +12,7 @@
 #include "cpu/score_tile.h"
 #include "cpu/simd.h"
 #include "cpu/topk.h"
+#include "cpu/write_lists.h"
 
 namespace flash_csa::cpu {
 namespace {
@@ -159,9 +160,9 @@ void select_rows(const SelectParams& p, int64_t width, int32_t max_rows,
     const std::vector<Tile> tiles =
         tiles_of(p, p.page_size, width, max_rows, range_columns(p, width, max_rows));
     const int64_t num_tiles = static_cast<int64_t>(tiles.size());
-    std::vector<int64_t> heads;  // first tile of the rows that are cut into ranges
+    std::vector<int64_t> cut;  // first tiles of the rows that are cut into ranges
     for (int64_t i = 0; i < num_tiles; ++i) {
-        if (tiles[i].begin == 0 && tiles_of_rows(tiles, i) > 1) heads.push_back(i);
+        if (tiles[i].begin == 0 && tiles_of_rows(tiles, i) > 1) cut.push_back(i);
     }
 
     std::vector<std::vector<RowState>> parts(num_tiles);  // what the ranges of those rows gave
@@ -186,11 +187,11 @@ void select_rows(const SelectParams& p, int64_t width, int32_t max_rows,
         }
     });
 
-    const int64_t num_heads = static_cast<int64_t>(heads.size());
-    parallel_tasks(num_heads, [&](const auto& next) {
+    const int64_t num_cut = static_cast<int64_t>(cut.size());
+    parallel_tasks(num_cut, [&](const auto& next) {
         RowState state;
-        for (int64_t i = next(); i < num_heads; i = next()) {
-            const int64_t head = heads[i];
+        for (int64_t i = next(); i < num_cut; i = next()) {
+            const int64_t head = cut[i];
             for (int32_t row = tiles[head].first; row < tiles[head].end; ++row) {
                 state.reset(p, width, row);
                 join(&parts[head], tiles_of_rows(tiles, head), row - tiles[head].first, &state);
