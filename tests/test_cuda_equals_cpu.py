@@ -1,12 +1,14 @@
-"""CUDA gives the CPU's bits: records, tails, scores, selections, pools, slots, schedules, for random
-batches at real geometry; attention within the bounds of FP32. Run with --device=cuda."""
+"""CUDA gives the CPU bits: records, tails, scores, selections, pools, slots, schedules.
+
+Random batches at real geometry; attention within the bounds of FP32. Run with --device=cuda.
+"""
 
 import pytest
 import torch
-from op_calls import CALLS, Call, Scene
 
 import flash_csa
 from flash_csa import RECORDS, Batch
+from op_calls import CALLS, Call, Scene
 
 pytestmark = pytest.mark.usefixtures("_needs_cuda")
 

@@ -38,7 +38,8 @@ FCSA_HD int64_t list_length(const RecordList& list, int64_t row) {
 // A row whose request or de-rotation position is out of range is padded: its list is empty.
 FCSA_HD RowList row_list(const AttendParams& p, int64_t row) {
     RowList list;
-    if (p.derotate_positions != nullptr && !p.derotate.holds(p.derotate_positions[row])) return list;
+    if (p.derotate_positions != nullptr && !p.derotate.holds(p.derotate_positions[row]))
+        return list;
     if (p.contiguous.data != nullptr) {
         const int32_t request = p.contiguous_request[row];
         if (request < 0 || request >= p.contiguous.requests) return list;

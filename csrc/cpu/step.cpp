@@ -1,6 +1,7 @@
 // What a step computes once and every layer shares: slots of its rows and lists, and the schedule.
-#include "core/schedule.h"
 #include "core/step.h"
+
+#include "core/schedule.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 

@@ -17,8 +17,8 @@
 namespace flash_csa::sm90 {
 namespace {
 
-constexpr int kWarps = 8;   // heads of a block
-constexpr int kTile = 32;   // records: one logit a lane
+constexpr int kWarps = 8;  // heads of a block
+constexpr int kTile = 32;  // records: one logit a lane
 
 struct Shared {
     float kv[kTile][kHeadDim];
@@ -39,9 +39,9 @@ __device__ void decode_tile(const AttendParams& p, const RowList& list, int64_t 
         const int64_t at = first + r;
         const bool window = at < list.window;
         const ConstPages& pages = window ? p.window.pages : p.main.pages;
-        const int64_t slot = at >= list.size()
-                                 ? -1
-                                 : (window ? list.window_slots[at] : list.main_slot(at - list.window));
+        const int64_t slot =
+            at >= list.size() ? -1
+                              : (window ? list.window_slots[at] : list.main_slot(at - list.window));
         const bool present = slot >= 0 && slot <= INT32_MAX && pages.holds(slot);
         if (lane == 0) shared.present[r] = present;
         alignas(16) float values[kLaneDims] = {};
@@ -86,8 +86,7 @@ __device__ void attend_tile(const Shared& shared, float scale, int lane, HeadSta
     for (int r = 0; r < kTile; ++r) {
         float dot = 0.f;
 #pragma unroll
-        for (int i = 0; i < kLaneDims; ++i)
-            dot = fmaf(s.q[i], shared.kv[r][dim_of(lane, i)], dot);
+        for (int i = 0; i < kLaneDims; ++i) dot = fmaf(s.q[i], shared.kv[r][dim_of(lane, i)], dot);
         dot = warp_sum(dot);
         if (r == lane && shared.present[r]) logit = dot * scale;
     }

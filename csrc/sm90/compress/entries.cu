@@ -106,8 +106,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(CompressParams p) {
 
 cudaError_t compress_entries(const CompressParams& p, cudaStream_t stream) {
     const dim3 grid = blocks_for(p.batch.rows, int64_t{kWarps} * p.ratio);
-    if (p.dim == kIndexDim)
-        return launch(entries_kernel<kIndexDim>, grid, kThreads, 0, stream, p);
+    if (p.dim == kIndexDim) return launch(entries_kernel<kIndexDim>, grid, kThreads, 0, stream, p);
     return launch(entries_kernel<kHeadDim>, grid, kThreads, 0, stream, p);
 }
 
