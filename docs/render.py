@@ -9,7 +9,12 @@ from pathlib import Path
 
 from flash_csa import _C, RECORDS, accounting
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import provenance, results  # noqa: E402
+
+README = ROOT / "README.md"
+H200 = ROOT / "bench" / "results" / "h200.jsonl"
 USES = {
     "MainFp4": "V4.1 compressed KV",
     "WindowFp8": "V4.1 window KV",
@@ -70,7 +75,28 @@ def support() -> str:
     return table(["what", "supported"], rows)
 
 
-BLOCKS = {"records": records, "bytes": cache_bytes, "support": support}
+def bench_table() -> str:
+    """Ours beside the peer, from the committed rows; a dagger: the kernel has changed since."""
+    rows = results.load(H200)
+    if not rows:
+        return "No results yet: `make gpu-bench` writes `bench/results/h200.jsonl`."
+    lines, stale = [], False
+    for row in rows.values():
+        if not row["stage"] or row["ours_us"] is None:
+            continue
+        current = all(row[key] == tree for key, tree in provenance.trees(row["stage"]).items())
+        stale = stale or not current
+        peer = "" if row["peer_us"] is None else f"{row['peer_us']:,.1f}"
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        fraction = "" if row["fraction"] is None else f"{100 * row['fraction']:.0f} %"
+        name = f"`{row['case']}`{'' if current else ' †'}"
+        lines.append([name, f"{row['ours_us']:,.1f}", peer, row["peer"] or "", ratio, fraction])
+    header = ["case", "ours, us", "peer, us", "peer", "ratio", "of the ceiling"]
+    note = "\n\n† measured before the last change of its kernel." if stale else ""
+    return table(header, lines) + note
+
+
+BLOCKS = {"results": bench_table, "records": records, "bytes": cache_bytes, "support": support}
 
 
 def render(text: str) -> str:
