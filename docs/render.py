@@ -79,7 +79,7 @@ def bench_table() -> str:
     """Ours beside the peer, from the committed rows; a dagger: the kernel has changed since."""
     rows = results.load(H200)
     if not rows:
-        return "No results yet: `make gpu-bench` writes `bench/results/h200.jsonl`."
+        return "No results yet; `make gpu-bench` writes them."
     lines, stale = [], False
     for row in rows.values():
         if not row["stage"] or row["ours_us"] is None:
