@@ -53,7 +53,10 @@ void step_slots(const StepSlotsParams& p) {
 }
 
 void schedule(const ScheduleParams& p) {
-    parallel_for(num_sections(p.num_ratios), 1, [&](int64_t begin, int64_t end) {
+    const int64_t sections = num_sections(p.num_ratios);
+    // For few rows, waking a thread takes longer than all sections.
+    const int64_t grain = p.batch.rows < kRowsPerTask ? sections : 1;
+    parallel_for(sections, grain, [&](int64_t begin, int64_t end) {
         for (int64_t s = begin; s < end; ++s) build_section(p, static_cast<int32_t>(s));
     });
 }
