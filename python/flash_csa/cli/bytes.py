@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..accounting import (
@@ -19,6 +18,7 @@ from ..accounting import (
 from ..cache import CacheLayout, CacheSpec
 from ..plan import LayerPlan
 from ..sizes import default_num_sms, workspace_bytes
+from . import output
 
 CHUNK = 4096  # rows of the prefill chunk that the transient window is stated for
 DRAFTS = 3  # draft tokens of a step that the tail rings are stated for
@@ -135,7 +135,7 @@ def _workspace(op: str, layout: CacheLayout, rows: int) -> int:
 
 
 def _print(plan: LayerPlan, result: dict[str, Any]) -> None:
-    console = Console()
+    console = output.console()
     console.print(
         f"{result['model']}: {result['bytes_per_token']:g} bytes/token; "
         f"{result['batch']} x {result['context']:,} tokens"

@@ -1,0 +1,5 @@
+"""`python -m flash_csa`."""
+
+from .cli import main
+
+main()
