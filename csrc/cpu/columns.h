@@ -34,18 +34,31 @@ struct Columns {
     // is kAbsent or kHidden where there is no entry.
     template <class F>
     void for_each_run(int32_t begin, int32_t end, const F& f) const {
-        for (int32_t column = begin; column < end;) {
-            int32_t length = end - column;
-            if (blocks) length = std::min(length, kPoolBlock - column % kPoolBlock);
+        for (int32_t column = begin; blocks != nullptr && column < end;) {
+            const int32_t in_block = std::min(end - column, kPoolBlock - column % kPoolBlock);
             const int64_t at = position(column);
             if (at < 0 || at >= n_vis) {
-                f(column, length, kHidden);
+                f(column, in_block, kHidden);
             } else {
-                const int32_t entry = static_cast<int32_t>(at);
-                length = std::min({length, n_vis - entry, page_size - entry % page_size});
-                f(column, length, slot(entry));
+                const int32_t visible = std::min<int64_t>(in_block, n_vis - at);
+                for_each_page(column, visible, static_cast<int32_t>(at), f);
+                if (visible < in_block) f(column + visible, in_block - visible, kHidden);
             }
-            column += length;
+            column += in_block;
+        }
+        if (blocks == nullptr) for_each_page(begin, end - begin, begin, f);
+    }
+
+  private:
+    // The same for columns that hold visible positions, from `position` on.
+    template <class F>
+    void for_each_page(int32_t column, int32_t length, int32_t position, const F& f) const {
+        int32_t page = position / page_size;
+        for (int32_t offset = position % page_size; length > 0; offset = 0) {
+            const int32_t run = std::min(length, page_size - offset);
+            f(column, run, slot_of(pages[page++], page_size, offset));
+            column += run;
+            length -= run;
         }
     }
 };
