@@ -43,6 +43,13 @@ def test_any_number_of_heads(heads, device):
     assert_close(case, *run(case, device, dtype=torch.bfloat16))
 
 
+@pytest.mark.case("Output offset and stride")
+@pytest.mark.parametrize("rows", [65, 96])
+def test_more_rows_than_heads(rows, device):
+    case = random_case(heads=64, lengths=[5] * rows, window_lengths=[3] * rows, width=8)
+    assert_close(case, *run(case, device))
+
+
 @pytest.mark.parametrize(
     ("main", "window"),
     [

@@ -36,6 +36,7 @@ def test_names_bars_and_globs():
     assert all(case.aim >= case.must for case in bars)
 
 
+@pytest.mark.case("Honest bandwidth")
 def test_bytes_are_those_of_the_formats():
     scores = CASES["index.decode.1x1048576"].cost
     assert scores.bytes["index keys"] == 1048576 * 68
@@ -52,6 +53,7 @@ def test_bytes_are_those_of_the_formats():
     assert grouped.bytes["weights"] == 8 * 4096 * 1024 * 2
 
 
+@pytest.mark.case("Honest bandwidth")
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
 def test_instances_fill_the_working_set(case):
     assert 1 <= case.instances <= 512
@@ -161,6 +163,7 @@ def test_a_row(bench, tmp_path):
     assert not results.is_current(row, trees | {"tree_stage": "x"}, "cpu")
 
 
+@pytest.mark.case("Honest bandwidth")
 def test_a_time_below_the_byte_floor_is_an_error(bench):
     bench.ceilings.peak = 1e6
     with pytest.raises(measure.BelowFloor, match="below the byte floor"):

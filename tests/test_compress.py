@@ -82,6 +82,24 @@ def test_every_border_rounds(device):
     assert (codes != skipped).float().mean() > 0.005
 
 
+@pytest.mark.case("E2M1 ties")
+def test_ties_of_every_scale(device):
+    """Through the norm: two huge channels make it an exact power of two, its weight undoes it."""
+    ties = [6, 0.25, -0.25, 0.75, -0.75, 1.25, -1.25, 1.75, -1.75, 2.5, -2.5, 3.5, -3.5, 5, -5, 0]
+    codes = torch.arange(1, 127)
+    kv = torch.zeros(len(codes), 512)
+    kv[:, 32:48] = torch.tensor(ties) * quant.decode_e4m3(codes)[:, None]
+    kv[:, 510:] = 2.0**40
+    kind = Kind(1, index=None, projected=False)
+    cache = Cache(kind, 1, len(codes), device)
+    weight = torch.full((512,), 2.0**36)
+    step(cache, [Chunk(0, 0, len(codes))], [(kv.bfloat16(), None)], norm_weight=weight)
+    data, scales = cache.records(0, len(codes))
+    want = torch.tensor(list(bytes.fromhex("07282A4A4C6C6E0E")), dtype=torch.uint8)
+    assert torch.equal(scales[:, 2], codes.to(torch.uint8))
+    assert torch.equal(data[:, 16:24], want.expand(len(codes), 8))
+
+
 @every_kind
 def test_records_follow_from_the_latent(kind, device):
     """RoPE at the group's first position, Hadamard, record: exact, given the latent."""
@@ -155,6 +173,7 @@ def test_ratio_one_is_the_norm_alone(device):
             one_call(kind, 33, device, ratio=ratio)
 
 
+@pytest.mark.case("Prefill versus decode compression")
 def test_first_overlapping_entry_has_no_previous_group(device):
     """Entry 0 pools its own four rows only, whatever stands in the other columns."""
     kind = KINDS["r4"]

@@ -141,6 +141,7 @@ def test_wrong_size(name, scene):
                 assert match["argument"] in sharing | {"tail.ring"}
 
 
+@pytest.mark.case("Device guard")
 @every_call
 def test_wrong_device(name, scene):
     for a in arguments(CALLS[name](scene)):
@@ -456,6 +457,27 @@ def test_wrong_values(name, scene):
 def test_exact_line(name, change, line, scene):
     call = CALLS[name](scene)
     assert refusal(call.but(**change(call.args)))[0] == f"flash_csa.{call.op}: {line}"
+
+
+@pytest.mark.case("Other head dims")
+@pytest.mark.parametrize("dim", [32, 64, 256])
+def test_other_index_head_dims_are_refused(dim, scene):
+    """Index vectors have 128 dims, in every op that takes one."""
+    for name, argument, size in (
+        ("quantize_query-fp4", "q", (8, dim)),
+        ("quantize_query-fp4", "out_codes", (8, dim // 2)),
+        ("index_scores-flat", "query_codes", (8, dim // 2)),
+        ("index_scores-fp8", "query_codes", (8, dim)),
+        ("index_select-build", "query_codes", (8, dim // 2)),
+        ("compress-ratio4-index", "norm_weight", (dim,)),
+        ("compress-ratio2", "key_weight", (dim, 512)),
+        ("store-IndexFp4", "rows", (dim,)),
+    ):
+        call = CALLS[name](scene)
+        given = call.args[argument]
+        rows = () if argument in ("norm_weight", "key_weight") else (len(given),)
+        match = refusal(call.but(**{argument: given.new_zeros(*rows, *size)}))
+        assert match["argument"].split(".")[0] in argument.split("_") or argument in match[0]
 
 
 @pytest.mark.parametrize("record", list(RECORDS))

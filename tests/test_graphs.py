@@ -186,6 +186,18 @@ def _assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(got[name], tensor), name
 
 
+@pytest.mark.case("Self-consistency")
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "probe"])
+def test_every_op_twenty_times(name, device):
+    """Back to back, no synchronisation between: the same bytes."""
+    calls = [CALLS[name](Scene(device)) for _ in range(20)]
+    for call in calls:
+        call()
+    first = _results(calls[0])
+    for call in calls[1:]:
+        _assert_same(_results(call), first)
+
+
 @pytest.fixture
 def cuda(device) -> torch.device:
     if device.type != "cuda":

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -228,6 +229,45 @@ def test_output_stride(device) -> None:
     assert torch.equal(case.scores(out=out), want)
     out.fill_(POISON_SCORE)
     assert (buffer == POISON_SCORE).all()
+
+
+def zeros(rows: int, columns: int, dtype: torch.dtype, device) -> torch.Tensor:
+    """Zeros of which, on the CPU, only what is touched is backed by memory."""
+    if device.type == "cpu":
+        size = rows * columns * dtype.itemsize
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(rows, columns)
+    return torch.zeros(rows, columns, dtype=dtype, device=device)
+
+
+@pytest.mark.case("2 GiB byte offset")
+def test_pages_beyond_2_gib(device) -> None:
+    """Page number times page stride passes 2^31 at page 246,724."""
+    case = index_case([600], [2], page_size=128, device=device)
+    far = torch.tensor([0, 246723, 246724, 246725, 246799])
+    pages = zeros(246800, case.index.data.shape[1], torch.uint8, device)
+    pages[far.to(device)] = case.index.data[case.table[0].long()].to(device)
+    moved = replace(case, index=replace(case.index, data=pages), table=far[None].int())
+    seen = case.visible()
+    assert torch.equal(moved.scores()[seen], case.scores()[seen])
+
+
+@pytest.mark.case("Output offset and stride")
+def test_output_beyond_2_gib(device) -> None:
+    """Rows 0, 511, 512, 513 and 599 of a million columns: 512 begins 2^31 bytes behind row 0."""
+    owned = [511, 1, 1, 86, 1]  # with padded rows, which stay as they are
+    case = index_case([60] * 5, [1] * 5, owned=owned, heads=8, device=device)
+    out = zeros(600, 1 << 20, torch.float32, device)
+    case.scores(out=out)
+    seen = case.visible()
+    assert seen.sum() == 5 * 61
+    assert torch.equal(out[:, : case.entries].cpu()[seen], case.scores()[seen])
+    assert not out[:, : case.entries].cpu()[~seen].any()
+
+
+@pytest.mark.case("Output offset and stride")
+@pytest.mark.parametrize("rows", [65, 96])
+def test_more_rows_than_heads(rows: int, device) -> None:
+    assert_scores(index_case([70] * rows, [1] * rows, heads=64, device=device))
 
 
 @pytest.mark.case("Padded query rows")

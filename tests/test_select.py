@@ -75,7 +75,7 @@ PATTERNS = {
 @pytest.mark.parametrize("width", [4095, 4096, 4097, 16383, 16384, 16385, 16512, 32768, 262144])
 def test_bucket_overflow(width: int, pattern: str, device) -> None:
     """However many scores share leading bits, the values are those of torch.topk."""
-    rows = 5 if width < 100_000 else 2
+    rows = 33 if width < 10_000 else 5 if width < 100_000 else 2
     scores = torch.stack([PATTERNS[pattern](width) for _ in range(rows)])
     batch, table = rows_of([width] * rows)
     scores = torch.nn.functional.pad(scores, (0, table.shape[1] * 64 - width), value=9e9)
@@ -92,10 +92,13 @@ def test_bucket_overflow(width: int, pattern: str, device) -> None:
             assert torch.equal(pool.blocks[:, : blocks.shape[1]], by_topk(blocks, 2048))
 
 
+@pytest.mark.case("Top-k bucket overflow")
+@pytest.mark.parametrize("pattern", [*PATTERNS, "ties"])
 @pytest.mark.parametrize("width", [131_072, 1_048_576])
-def test_long_rows(width: int, device) -> None:
+def test_long_rows(width: int, pattern: str, device) -> None:
     """A single long row, shared by the threads: 512 entries, 2048 blocks of 131,072."""
-    scores = torch.randn(1, width).mul(4).round()  # some ten values: ties everywhere
+    patterns = {**PATTERNS, "ties": lambda n: torch.randn(n).mul(4).round()}  # some ten values
+    scores = patterns[pattern](width)[None]
     batch, table = rows_of([width])
     got, pool = select(scores, batch, 512, table=table, pool_blocks=2048, device=device)
     assert torch.equal(got.positions, by_topk(scores, 512))
@@ -435,7 +438,7 @@ def test_fused_fp8(device) -> None:
 
 
 @pytest.mark.case("Realistic sizes")
-@pytest.mark.parametrize("n", [511, 512, 513, 4096, 16384, 16385])
+@pytest.mark.parametrize("n", [511, 512, 513, 4096, 16384, 16385, 131_072])
 def test_planted_keys(n: int, device) -> None:
     """Heavy-tailed keys with outlier channels: keys planted along the query are always found."""
     keys = torch.randn(n, 128) * torch.exp(torch.randn(n, 1))

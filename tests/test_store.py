@@ -142,6 +142,7 @@ def test_zero_and_tiny_groups(device):
     assert largest.tolist() == [0, 0, 0, 0.0078125, 0.01171875]
 
 
+@pytest.mark.case("Zero and tiny blocks")
 @pytest.mark.parametrize("record", RECORD_NAMES)
 def test_never_written_pages_decode_to_zero(record, device):
     pages = fc.Pages.empty(2, record, 16, device=device)
@@ -298,25 +299,6 @@ def test_strided_rows(record, device):
     assert (out[:, :dims] == 7).all()
 
 
-@pytest.mark.case("Planar versus interleaved record")
-@pytest.mark.parametrize("record", ["MainFp4", "WindowFp8", "IndexFp4", "MixedFp8", "IndexFp8"])
-def test_token_unique_payload(record, device):
-    """64 records, each with its own code byte and its own scale: slot t returns t."""
-    r = RECORDS[record]
-    token = torch.arange(64)
-    step = r.group if r.scale_kind != "FP32" else 64
-    scale = 2.0 ** (token % 8 - 4)
-    value = (1 + token // 8 / 8 if r.element == "E4M3" else quant.E2M1[token // 8]) * scale
-    x = torch.zeros(64, r.dims)
-    x[:, ::step] = (quant.E4M3[-1] if r.element == "E4M3" else 6.0) * scale[:, None]
-    x[:, 1::step] = value[:, None]
-    pages = fill_pages(record, 64, device=device)
-    order = torch.randperm(64)
-    fc.store(x.bfloat16()[order].to(device), pages, order.to(torch.int32).to(device))
-    got = fc.load(pages, token.to(torch.int32).to(device), dtype=torch.float32).cpu()
-    assert torch.equal(got, x)
-
-
 @pytest.mark.case("2 GiB byte offset")
 @pytest.mark.parametrize(
     "num_pages, page_bytes, stride, record, page_size, page_ids",
@@ -423,6 +405,7 @@ def test_rope_store(record, eps, rows, heads, device):
     assert torch.equal(buffer.cpu(), want)
 
 
+@pytest.mark.case("RoPE of entries and inverse rotation")
 @pytest.mark.parametrize("layers", ["compressed", "window"])
 def test_golden_rotation(layers, device):
     data = golden("rope")
