@@ -1,5 +1,7 @@
 """index_scores: the bits of a score, which columns are written, and which bytes are read."""
 
+import mmap
+import resource
 from dataclasses import replace
 
 import numpy as np
@@ -332,6 +334,29 @@ def test_pool_bounds_the_bytes_read(device) -> None:
     data[table[0, blocks].long()] = case.index.data[table[0, blocks].long()]
     bare = replace(case, table=table, index=replace(case.index, data=data))
     assert torch.equal(bare.scores(pool)[:, :480], want[:, :480])
+
+
+@pytest.mark.case("Pool must save work")
+def test_pool_bounds_the_memory_touched() -> None:
+    """A row with a pool of 64 blocks touches a few pages of memory for each, not the whole index;
+    a row without one does (control)."""
+    entries = 1 << 18
+    case = index_case([entries - 1], [1], entries=64)
+    size = entries // 64 * case.index.data.shape[1]
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    data = torch.frombuffer(memory, dtype=torch.uint8).view(-1, case.index.data.shape[1])
+    table = torch.randperm(len(data))[None].int()
+    case = replace(case, index=replace(case.index, data=data), table=table)
+    pool = pool_of([sorted(torch.randperm(entries // 8)[:64].tolist())], width=64)
+    assert page_faults(lambda: case.scores(pool)) < 64 * 4 + 300
+    assert page_faults(case.scores) > size // mmap.PAGESIZE - 500
+
+
+def page_faults(call) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 # ---- Runs, batches and threads

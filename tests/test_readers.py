@@ -52,8 +52,6 @@ def test_load(record, page_size, device):
 @pytest.mark.parametrize("through", ["selection", "window", "contiguous"])
 def test_attend(through, record, page_size, device):
     """A row whose only record is token t's gives its values back, whatever the query."""
-    if (through, record) == ("window", "MainFp4"):
-        pytest.skip("no window record")
     pages, slots, x = written(record, page_size, device)
     ones = torch.ones(TOKENS, dtype=torch.int32)
     lists = {}

@@ -1,8 +1,9 @@
 """select and index_select: exact top-k by the total order, candidate pools, bounded scratch."""
 
 import hashlib
-import resource
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -459,20 +460,34 @@ def test_planted_keys(n: int, device) -> None:
     assert {p // 8 for p in planted} <= set(pool.blocks[0].tolist())
     inside, _ = case.index_select(128, pool=pool)
     assert set(planted) <= set(inside.positions[0].tolist())
+    if n <= 16384:  # control: turned against the query, none of them is found
+        keys[planted] *= -1
+        other = stored_case(keys, q, case.weights, torch.tensor([n - 1]))
+        case = replace(case, index=other.index, table=other.table)
+        missed, _ = case.index_select(128)
+        assert not set(planted) & set(missed.positions[0].tolist())
 
 
 @pytest.mark.case("Prefill scratch")
 def test_scratch_is_bounded() -> None:
-    """1024 rows over 65,536 entries: far less than the 256 MiB of their scores."""
-    assert int(in_new_process("from test_select import prefill; print(prefill())")) < 64 << 20
+    """1024 rows over 65,536 entries: the workspace, which does not grow with them, and the lists;
+    not the 256 MiB of their scores (control)."""
+    sizes = {"k": 512, "pool_blocks": 2048, "max_entries": 262_144, "num_sms": 2}
+    workspace = fc.workspace_bytes("index_select", max_rows=1024, **sizes)
+    assert workspace == fc.workspace_bytes("index_select", max_rows=4096, **sizes) < 129 << 20
+    grown, control = in_new_process("from test_select import prefill; print(*prefill())").split()
+    assert int(grown) < workspace + (32 << 20) < 200 << 20 < int(control)
 
 
-def prefill() -> int:
-    """Bytes by which the peak of this process grows; checks rows against the unfused pair."""
+def prefill() -> tuple[int, int]:
+    """Bytes by which the peak of this process grows, and grows further with a matrix of scores;
+    checks rows against the unfused pair."""
     case = index_case([64 << 10], [1024], heads=8)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     got, pool = case.index_select(512, pool_blocks=2048)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    grown = peak() - before
+    torch.ones(1024, 64 << 10)
+    control = peak() - before - grown
     some = torch.arange(0, 1024, 200)
     alone = replace(
         case,
@@ -484,4 +499,9 @@ def prefill() -> int:
     want, want_pool = alone.select(alone.scores(), 512, pool_blocks=2048)
     assert torch.equal(got.positions[some], want.positions)
     assert torch.equal(pool.blocks[some], want_pool.blocks)
-    return grown * 1024
+    return grown, control
+
+
+def peak() -> int:
+    """Most bytes that this program has had resident (ru_maxrss begins with its parent's)."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
