@@ -1,0 +1,113 @@
+"""The list of cases from the field (cases.md) and the tests that are marked with them agree."""
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mutants.mutants import MUTANTS
+
+TESTS = Path(__file__).resolve().parent
+PLACES = {"CPU": {"CPU"}, "GPU": {"GPU"}, "both": {"CPU", "GPU"}, "later": set()}
+ON_DEVICE = {"device", "scene"}  # fixtures of tests that run where --device says
+GPU_ONLY = {"cuda", "_needs_cuda"}
+
+
+@dataclass(frozen=True)
+class Case:
+    heading: str
+    fault: str
+    runs_on: str
+    notes: str
+
+
+@cache
+def cases() -> list[Case]:
+    """Rows of the table."""
+    lines = (TESTS / "cases.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
+    assert rows[0] == ["case", "the fault", "runs on", "notes"]
+    return [Case(*row) for row in rows[2:]]
+
+
+@dataclass(frozen=True)
+class Mark:
+    heading: str
+    where: str
+    places: frozenset[str]  # CPU, GPU or both
+
+
+def heading_of(node: ast.AST) -> str | None:
+    """The heading of `pytest.mark.case("heading")`."""
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.case"):
+        return None
+    (argument,) = node.args
+    assert isinstance(argument, ast.Constant), ast.unparse(node)
+    return argument.value
+
+
+@cache
+def marks() -> list[Mark]:
+    """Every mark of every test, of functions and of whole files."""
+    found = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        functions = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        ]
+        names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        of_file = [
+            heading
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+            for part in ast.walk(node)
+            if (heading := heading_of(part)) is not None
+        ]
+        for function in functions:
+            fixtures = {argument.arg for argument in function.args.args}
+            if fixtures & GPU_ONLY or "_needs_cuda" in names:
+                places = {"GPU"}
+            else:
+                places = {"CPU"} | ({"GPU"} if fixtures & ON_DEVICE else set())
+            for heading in [*map(heading_of, function.decorator_list), *of_file]:
+                if heading is not None:
+                    where = f"{path.name}::{function.name}"
+                    found.append(Mark(heading, where, frozenset(places)))
+        calls = sum(heading_of(node) is not None for node in ast.walk(tree))
+        placed = sum(heading_of(d) is not None for f in functions for d in f.decorator_list)
+        assert calls == placed + len(of_file), f"{path.name}: a mark that marks no test"
+    return found
+
+
+def test_every_case_is_listed_once():
+    headings = [case.heading for case in cases()]
+    assert len(headings) == len(set(headings)) >= 66
+    for case in cases():
+        assert case.runs_on in PLACES, case
+        assert case.fault and (case.notes or case.runs_on != "later"), case
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.heading)
+def test_cases_have_tests_where_they_run(case):
+    own = [mark for mark in marks() if mark.heading == case.heading]
+    reached = {place for mark in own for place in mark.places}
+    assert PLACES[case.runs_on] <= reached, own
+
+
+def test_marks_name_cases():
+    headings = {case.heading for case in cases()}
+    for mark in marks():
+        assert mark.heading in headings, mark
+    for mutant in MUTANTS:
+        assert mutant.case is None or mutant.case in headings, mutant.number
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.heading)
+def test_cases_can_fail(case):
+    """A fault repeats the case, or the notes name a control."""
+    if "CPU" in PLACES[case.runs_on]:
+        assert any(mutant.case == case.heading for mutant in MUTANTS) or "control: " in case.notes
