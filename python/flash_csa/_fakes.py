@@ -94,7 +94,8 @@ def _register(op: str) -> None:
     def fake(*args, **kwargs) -> None:
         check_tensors(op, by_name(op, args, kwargs))
 
-    torch.library.register_fake(f"flash_csa::{op}", fake)
+    # A second import registers again, which PyTorch before 2.13 refuses by default.
+    torch.library.register_fake(f"flash_csa::{op}", fake, allow_override=True)
 
 
 for _op in _C.SIGNATURES:
