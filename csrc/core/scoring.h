@@ -33,6 +33,14 @@ FCSA_HD uint64_t order_key(float score, int32_t position) {
     return (uint64_t{order_key(score)} << 32) | ~static_cast<uint32_t>(position);
 }
 
+constexpr uint32_t kForcedKey = 0xffffffffu;  // above the key of +Inf
+
+// A score with this order key: zeros become +0, key 0 becomes NaN.
+FCSA_HD float score_of_key(uint32_t key) {
+    const uint32_t bits = key >> 31 != 0 ? key ^ 0x80000000u : ~key;
+    return bits_float(key == 0 ? kNanBits : bits);
+}
+
 // ---- Dots
 
 // E2M1 value of the low nibble in half units: 0, 1, 2, 3, 4, 6, 8, 12 with its sign. Comparisons

@@ -36,14 +36,14 @@ class TileScorerOf final : public TileScorer {
     void score(int32_t begin, int32_t end, float* out, int64_t stride) override {
         out_ = {out, stride};
         begin_ = begin;
-        widest_.for_each_run(begin, std::min(end, widest_.count),
-                             [&](int32_t column, int32_t length, int32_t slot) {
-                                 if (p_.index.holds(slot)) {
-                                     add_keys(column, length, slot);
-                                 } else if (slot != kHidden) {
-                                     put_absent(column, length);
-                                 }
-                             });
+        for_each_run(widest_, begin, std::min(end, widest_.count),
+                     [&](int32_t column, int32_t length, int32_t slot) {
+                         if (p_.index.holds(slot)) {
+                             add_keys(column, length, slot);
+                         } else if (slot != kHidden) {
+                             put_absent(column, length);
+                         }
+                     });
         flush();
     }
 

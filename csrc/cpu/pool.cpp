@@ -87,13 +87,7 @@ void merge_selections(const MergeSelectionsParams& p) {
         for (int64_t row = next(); row < p.rows; row = next()) {
             shards.gather(p.positions, p.scores, p.parts, p.rows, p.k_in, row);
             shards.select(p.k, &best);
-            Columns columns;
-            const int32_t request = p.row_request[row];
-            if (request >= 0 && request < p.block_table.requests) {
-                columns.pages = p.block_table.row(request);
-                columns.page_size = p.page_size;
-                columns.n_vis = p.block_table.columns * p.page_size;
-            }
+            const Columns columns = columns_of(p, row);
             write_selection(p.out, row, p.k, best, columns);
         }
     });

@@ -57,7 +57,7 @@ void take_chunk(const SelectParams& p, const float* scores, int32_t begin, int32
     const int32_t n = end - begin;
     per_level<order_keys_body>(scores, n, &keys[0]);
     std::fill(keys + n, keys + kChunk, 0u);
-    state->columns.for_each_run(begin, end, [&](int32_t column, int32_t length, int32_t slot) {
+    for_each_run(state->columns, begin, end, [&](int32_t column, int32_t length, int32_t slot) {
         if (slot < 0) std::fill_n(keys + (column - begin), length, 0u);
     });
     state->entries.push(keys, kChunk, begin);

@@ -15,14 +15,6 @@
 
 namespace flash_csa::cpu {
 
-constexpr uint32_t kForcedKey = 0xffffffffu;  // above the key of +Inf
-
-// A score with this order key: zeros become +0, key 0 becomes NaN.
-inline float score_of_key(uint32_t key) {
-    const uint32_t bits = key >> 31 != 0 ? key ^ 0x80000000u : ~key;
-    return bits_float(key == 0 ? kNanBits : bits);
-}
-
 // Largest t such that at least k of the n keys are >= t, bit by bit.
 inline void kth_largest_body(const uint32_t* keys, int32_t n, int32_t k, uint32_t* kth) {
     uint32_t t = 0;

@@ -16,7 +16,7 @@ inline void write_selection(const SelectionOut& out, int64_t row, int32_t k, con
         positions[i] = slots[i] = -1;
         if (i < best.size()) {
             positions[i] = static_cast<int32_t>(columns.position(best.id(i)));
-            if (positions[i] < columns.n_vis) slots[i] = columns.slot(positions[i]);
+            if (columns.visible(positions[i])) slots[i] = columns.slot(positions[i]);
         }
     }
     out.lengths[row] = best.size();
