@@ -430,6 +430,22 @@ def test_fused_pair(ratio: int, cpu_level: str) -> None:
     assert_same_list(inside, case.select(case.scores(pool), 64, pool=pool)[0])
 
 
+def test_workspace(device) -> None:
+    """It has to hold one row of scores, and to start where wide loads may."""
+    case = index_case([2500], [1], device=device)
+    arguments = case._arguments(False)
+    bounds = {"max_rows": 1, "max_entries": case.entries, "num_sms": 0}
+    needed = fc.workspace_bytes("index_select", **bounds)
+    space = torch.zeros(needed + 4, dtype=torch.uint8, device=device)
+    fc.index_select(*arguments, 64, ratio=1, workspace=space[:needed])
+    for workspace, message in (
+        (space[: needed - 1], f"must hold at least {needed} bytes, got {needed - 1}"),
+        (space[4:], "must start at a multiple of 16 bytes, got an address 4 past one"),
+    ):
+        with pytest.raises(ValueError, match=f"index_select: workspace {message}"):
+            fc.index_select(*arguments, 64, ratio=1, workspace=workspace)
+
+
 def test_fused_fp8(device) -> None:
     case = index_case([5000, 63], [2, 1], record="IndexFp8", heads=8, device=device)
     got, pool = case.index_select(512, pool_blocks=100)

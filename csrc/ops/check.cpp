@@ -235,6 +235,10 @@ void Check::check_layout(const ArgSignature& arg, const Tensor& t) const {
     if (arg.written && !is_distinct(t))
         fail(label + " must not overlap itself (it is written), got strides " +
              join_sizes(t.strides()));
+    check_alignment(label, t, align);
+}
+
+void Check::check_alignment(const std::string& label, const Tensor& t, int64_t align) const {
     const uintptr_t past = reinterpret_cast<uintptr_t>(t.data_ptr()) % align;
     if (past != 0)
         fail(label + " must start at a multiple of " + std::to_string(align) +
@@ -267,6 +271,7 @@ void Check::workspace(const OptTensor& t, int64_t needed) const {
     if (got < needed)
         fail("workspace must hold at least " + std::to_string(needed) + " bytes, got " +
              std::to_string(got));
+    if (got > 0) check_alignment("workspace", *t, kAlign);
 }
 
 Pages Check::pages(const char* label, const Tensor& t, int64_t id, int64_t page_size,

@@ -58,6 +58,7 @@ class Check {
     std::string expected_shape(const char* shape, const Tensor& t) const;
     const Symbol* lookup(std::string_view name) const;
     void check_layout(const ArgSignature& arg, const Tensor& t) const;
+    void check_alignment(const std::string& label, const Tensor& t, int64_t align) const;
 
     const OpSignature* op_;
     std::vector<Symbol> symbols_;

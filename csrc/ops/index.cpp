@@ -126,7 +126,10 @@ void index_select(const Tensor& query_codes, const Tensor& query_scales, const T
         index_params(check, query_codes, query_scales, index_pages, index_record, index_page_size,
                      weights, batch, table, schedule, ratio, strict, pool_blocks, pool_counts);
     check("workspace", workspace);
-    check.workspace(workspace, kSyncBytes);
+    // The least: scores of one row at a time.
+    const int64_t capacity = int64_t{p.scores.block_table.columns} * p.scores.index.page_size;
+    check.workspace(workspace, workspace_bytes(WorkspaceOp::IndexSelect, batch.rows > 0 ? 1 : 0, 0,
+                                               0, capacity, 0, 0));
     p.scores.workspace = workspace_view(workspace);
     p.select.batch = batch;
     p.select.block_table = p.scores.block_table;
