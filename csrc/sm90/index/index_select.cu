@@ -1,0 +1,108 @@
+// index_select: index_scores and select in one op, with the same bits.
+//
+//   in   as the two                                   out  a Selection; a Pool
+//
+// Tiles of rows stream through scores in the workspace, two launches a tile. The workspace:
+// counters, what pieces of rows leave (sm90/select/split.cuh), scores. Prefill has as many rows in
+// a tile as fit, at least one.
+#include <algorithm>
+
+#include "core/schedule.h"
+#include "sm90/kernels.h"
+#include "sm90/select/split.cuh"
+
+namespace flash_csa::sm90 {
+namespace {
+
+// How the workspace is used.
+struct Plan {
+    int64_t columns;       // of a row of scores
+    int64_t select_bytes;  // counters and pieces
+    int64_t rows;          // of a tile; 0 where not even one fits
+};
+
+Plan plan_of(const IndexSelectParams& p) {
+    Plan plan;
+    // Blocks of a pool are unique and ascending: what lies beyond the capacity is not visible.
+    const int64_t capacity = int64_t{p.scores.block_table.columns} * p.scores.index.page_size;
+    plan.columns = (capacity + kIndexTile - 1) / kIndexTile * kIndexTile;
+    if (p.scores.pool.blocks) {
+        plan.columns = std::min(plan.columns, int64_t{p.scores.pool.width} * kPoolBlock);
+    }
+    const int64_t row_bytes = std::max<int64_t>(1, plan.columns * sizeof(float));
+    const int64_t scratch = p.scores.workspace.bytes - kSyncBytes;
+    const int64_t piece_bytes = PieceScratch(p.select.k, p.select.pool_out.width).bytes();
+    const int64_t pieces = std::max<int64_t>(
+        0, std::min<int64_t>(kMaxPieces, (scratch - row_bytes - 15) / piece_bytes));
+    plan.select_bytes = kSyncBytes + (pieces * piece_bytes + 15) / 16 * 16;
+    plan.rows = std::max<int64_t>(0, p.scores.workspace.bytes - plan.select_bytes) / row_bytes;
+    return plan;
+}
+
+BatchView rows_of(BatchView batch, int64_t first, int64_t rows) {
+    batch.positions += first;
+    batch.row_request += first;
+    batch.rows = static_cast<int32_t>(rows);
+    return batch;
+}
+
+template <class T>
+Matrix<T> rows_of(Matrix<T> matrix, int64_t first) {
+    if (matrix) matrix.data = matrix.row(first);
+    return matrix;
+}
+
+PoolView rows_of(PoolView pool, int64_t first) {
+    pool.blocks = rows_of(pool.blocks, first);
+    if (pool.counts) pool.counts += first;
+    return pool;
+}
+
+// The same op for `rows` rows from `first` on, its scores in the workspace.
+IndexSelectParams tile_of(const IndexSelectParams& p, const Plan& plan, int64_t first,
+                          int64_t rows) {
+    IndexSelectParams tile = p;
+    IndexScoresParams& scores = tile.scores;
+    scores.batch = rows_of(p.scores.batch, first, rows);
+    scores.query.codes = rows_of(p.scores.query.codes, first);
+    scores.query.scales_ue8m0 = rows_of(p.scores.query.scales_ue8m0, first);
+    scores.query.scales_f32 = rows_of(p.scores.query.scales_f32, first);
+    scores.weights.f32 = rows_of(p.scores.weights.f32, first);
+    scores.weights.bf16 = rows_of(p.scores.weights.bf16, first);
+    scores.pool = rows_of(p.scores.pool, first);
+    scores.out = {reinterpret_cast<float*>(scores.workspace.data + plan.select_bytes),
+                  plan.columns};
+    scores.columns = plan.columns;
+
+    SelectParams& select = tile.select;
+    select.scores = {scores.out.data, plan.columns};
+    select.columns = plan.columns;
+    select.batch = scores.batch;
+    select.pool = scores.pool;
+    select.workspace.bytes = plan.select_bytes;
+    select.out.positions = rows_of(p.select.out.positions, first);
+    select.out.slots = rows_of(p.select.out.slots, first);
+    select.out.lengths += first;
+    select.out.scores = rows_of(p.select.out.scores, first);
+    select.pool_out.blocks = rows_of(p.select.pool_out.blocks, first);
+    if (select.pool_out.counts) select.pool_out.counts += first;
+    select.pool_out.scores = rows_of(p.select.pool_out.scores, first);
+    return tile;
+}
+
+}  // namespace
+
+cudaError_t index_select(const IndexSelectParams& p, cudaStream_t stream) {
+    const Plan plan = plan_of(p);
+    const int64_t all = p.scores.batch.rows;
+    if (plan.rows == 0) return all == 0 ? cudaSuccess : cudaErrorInvalidValue;
+    for (int64_t first = 0; first < all; first += plan.rows) {
+        const IndexSelectParams tile = tile_of(p, plan, first, std::min(plan.rows, all - first));
+        cudaError_t error = index_scores(tile.scores, stream);
+        if (error == cudaSuccess) error = select(tile.select, stream);
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
+}  // namespace flash_csa::sm90
