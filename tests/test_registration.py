@@ -274,21 +274,21 @@ class Seen:
 
 
 @pytest.fixture
-def seen():
+def seen(device):
     """`compress` replaced by something that looks at its arguments."""
     library = torch.library.Library("flash_csa", "IMPL")
     kernel = Seen("compress")
-    library.impl("compress", kernel, "CPU", allow_override=True)
+    library.impl("compress", kernel, device.type.upper(), allow_override=True)
     yield kernel
     library._destroy()
 
 
 @pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel.*")
 @pytest.mark.parametrize("place", ["inputs", "attributes"])
-def test_compiled_code_passes_the_callers_pages(place, seen):
+def test_compiled_code_passes_the_callers_pages(place, seen, device):
     """No silent copy of a page buffer: two are mutated, in storages of their own."""
     torch.compiler.reset()
-    scene = Scene()
+    scene = Scene(device)
     batch, kv, *_, cos_sin = inputs(scene)
     layer = Layer(scene)
     slots = scene.slots(scene.rows)

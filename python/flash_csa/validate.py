@@ -17,7 +17,7 @@ import torch
 from . import _C
 from ._fakes import by_name, check_tensors
 
-ops = SimpleNamespace()  # what the wrappers call: the ops, or the ops behind their checks
+ops = SimpleNamespace()  # what the wrappers call: the ops, as they are or behind the checks
 _OP_NAMES = list(_C.SIGNATURES)
 _LABELS = {op: [row[0] for row in rows] for op, rows in _C.SIGNATURES.items()}
 _words: dict[torch.device, torch.Tensor] = {}  # i64 [ops]; bit i: argument i of the signature table
@@ -314,11 +314,15 @@ _RULES: dict[str, Callable[[dict], Findings]] = {
 
 
 def findings(op: str, a: dict) -> list[Finding]:
-    """What is checked in a call; [] where its numbers are such that the op itself refuses it."""
-    return list(_RULES[op](a)) if op in _RULES and _usable(a) else []
+    """What is checked in a call; [] where the op itself refuses its types, shapes or numbers."""
+    return list(_RULES[op](a)) if op in _RULES and _well_formed(op, a) else []
 
 
-def _usable(a: dict) -> bool:
+def _well_formed(op: str, a: dict) -> bool:
+    try:
+        check_tensors(op, a)
+    except ValueError:
+        return False
     sizes = [
         size
         for name, size in a.items()
@@ -358,14 +362,12 @@ def _record(op: str, found: Finding) -> None:
 
 
 def _checked(op: str) -> Callable:
-    """The op behind its checks of types, shapes and values."""
+    """The op behind its checks of values."""
     packet = getattr(torch.ops.flash_csa, op)
 
     def call(*args, **kwargs) -> None:
         if not torch.compiler.is_compiling():
-            given = by_name(op, args, kwargs)
-            check_tensors(op, given)
-            for found in findings(op, given):
+            for found in findings(op, by_name(op, args, kwargs)):
                 _device_words(found.bad.device)
                 later = _deferred or (
                     found.bad.is_cuda and torch.cuda.is_current_stream_capturing()
