@@ -283,7 +283,7 @@ def seen(device):
     library._destroy()
 
 
-@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel.*")
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("place", ["inputs", "attributes"])
 def test_compiled_code_passes_the_callers_pages(place, seen, device):
     """No silent copy of a page buffer: two are mutated, in storages of their own."""
