@@ -192,8 +192,9 @@ def _register_records() -> None:
         def _store(s: Scene, record=record) -> dict:
             rows = s.bf16(s.rows, record.dims)
             # Slots of one call do not repeat, but for the absent one.
-            slots = torch.randperm(s.num_pages * PAGE_SIZE + s.rows, generator=s.generator)[: s.rows]
-            slots[slots >= s.num_pages * PAGE_SIZE] = -1
+            capacity = s.num_pages * PAGE_SIZE
+            slots = torch.randperm(capacity + s.rows, generator=s.generator)[: s.rows]
+            slots[slots >= capacity] = -1
             return {"rows": rows, **s.pages("pages", record.name), "slots": s.i32(slots)}
 
         @_call("load", record.name)

@@ -497,6 +497,19 @@ def test_page_bytes_of_every_record(record, scene):
                 assert f"at least {payload} bytes" in refusal(changed)["expected"]
 
 
+@pytest.mark.case("Stable addresses and strides")
+@pytest.mark.parametrize(
+    "name", ["attend-selection", "select-build", "index_scores-flat", "index_select-build"]
+)
+def test_a_workspace_that_is_too_small_names_the_needed_bytes(name, scene):
+    call = CALLS[name](scene)
+    match = refusal(call.but(workspace=call.args["workspace"][: flash_csa.SYNC_BYTES - 16]))
+    needed = int(re.fullmatch(r"hold at least (\d+) bytes", match["expected"])[1])
+    assert needed >= flash_csa.SYNC_BYTES
+    refusal(call.but(workspace=call.args["workspace"][: needed - 1]))
+    call.but(workspace=call.args["workspace"][:needed].clone())()
+
+
 def test_too_many_slots_for_32_bits(device):
     """A slot is an int32, so pages may not hold more; a stride-0 view stands in for the pages."""
     pages = torch.zeros(1, 288 * 256, dtype=torch.uint8, device=device).expand(1 << 23, -1)
