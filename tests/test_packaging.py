@@ -130,7 +130,8 @@ def test_every_instruction_level_gives_the_same_bytes(name):
             _C.set_cpu_level(level)
             call = CALLS[name](Scene())
             call()
-            results[level] = {n: t.view(torch.uint8) for n, t in call.mutated().items()}
+            written = {n: t for n, t in call.mutated().items() if n != "workspace"}  # scratch
+            results[level] = {n: t.view(torch.uint8) for n, t in written.items()}
     finally:
         _C.set_cpu_level(best)
     for level, argument in itertools.product(results, results[best]):

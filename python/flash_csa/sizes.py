@@ -67,6 +67,11 @@ def workspace_bytes(
 
 
 def workspace(op: str, *, device: torch.device | str = "cpu", **bounds: int) -> torch.Tensor:
-    """A workspace, u8, counters zeroed. One per stream, shared by all ops (take the largest)."""
+    """A workspace, u8. One per stream, shared by all ops (take the largest).
+
+    The counters are zero, the scratch behind them is not touched.
+    """
     size = workspace_bytes(op, **{"max_rows": 1, **bounds})
-    return torch.zeros(size, dtype=torch.uint8, device=device)
+    space = torch.empty(size, dtype=torch.uint8, device=device)
+    space[:SYNC_BYTES].zero_()
+    return space

@@ -14,9 +14,9 @@ import flash_csa as fc
 from .. import _C
 
 RATIOS = (1, 2, 4, 128)
-HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-INDEX_HEADS = (32, 64)
-TOPK = (512, 1024, 2048)
+HEADS = (1, 8, 16, 32, 48, 64, 96, 128)
+INDEX_HEADS = (1, 8, 16, 32, 64, 128)
+TOPK = (1, 64, 512, 1024, 2048)
 DEFAULT_PAGE_SIZE = 64
 
 
