@@ -19,7 +19,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512vnni"])
+@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512vnni", "amx"])
 def cpu_level(request):
     """Runs a test at each instruction level of the CPU back end that this processor has."""
     from flash_csa import _C

@@ -23,7 +23,7 @@ from op_calls import CALLS, Scene
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(flash_csa.__file__).resolve().parent
 LIBRARY = Path(_C.__file__)
-LEVELS = ("baseline", "avx2", "avx512", "avx512vnni")
+LEVELS = ("baseline", "avx2", "avx512", "avx512vnni", "amx")
 ROUND_TRIP = """
 import torch, flash_csa
 pages = flash_csa.Pages.empty(1, "WindowFp8", 8)
@@ -106,8 +106,9 @@ def instructions() -> list[tuple[str, str]]:
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="levels are for x86-64")
 def test_wide_instructions_stay_in_their_dispatched_functions():
     """What any processor runs holds no AVX, what one with AVX2 runs no AVX-512, and byte dot
-    products stand where they are asked for by name.
+    products and matrices stand where they are asked for by name.
     """
+    matrices = 0
     seen = dict.fromkeys(("run_avx2<", "run_avx512<", "Vnni"), 0)
     for function, instruction in instructions():
         level = next((mark for mark in reversed(seen) if mark in function), None)
@@ -115,10 +116,13 @@ def test_wide_instructions_stay_in_their_dispatched_functions():
             assert level in ("run_avx512<", "Vnni"), f"{instruction} in {function}"
         if instruction.startswith("vpdp"):
             assert level == "Vnni", f"{instruction} in {function}"
+        if re.match(r"tdp|tile|ldtile|sttile", instruction):
+            assert re.search("multiply_amx|AmxTiles", function), f"{instruction} in {function}"
+            matrices += 1
         if re.match(r"v(?!er[rw])[a-z]", instruction):
             assert level is not None, f"{instruction} in {function}"
             seen[level] += 1
-    assert all(seen.values()), "a level without vector code: this test could not fail"
+    assert matrices and all(seen.values()), "a level without vector code: this test could not fail"
 
 
 @pytest.mark.case("Portable CPU kernels")

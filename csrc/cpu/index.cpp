@@ -109,7 +109,7 @@ std::unique_ptr<TileScorer> make_tile_scorer(const IndexScoresParams& p) {
         return std::make_unique<TileScorerOf<Portable<Fp8>>>(p);
     }
 #ifdef FCSA_HAS_VNNI
-    if (current_level == Level::Avx512Vnni) return std::make_unique<TileScorerOf<Fp4Vnni>>(p);
+    if (current_level >= Level::Avx512Vnni) return std::make_unique<TileScorerOf<Fp4Vnni>>(p);
 #endif
     return std::make_unique<TileScorerOf<Portable<Fp4>>>(p);
 }

@@ -19,7 +19,6 @@ constexpr const char* kElements[] = {"E2M1", "E4M3"};
 constexpr const char* kScaleKinds[] = {"E4M3", "UE8M0", "FP32"};
 constexpr const char* kPageOrders[] = {"token-major", "page-split"};
 constexpr const char* kLayouts[] = {"packed", "rows", "aligned rows", "dense", "pages"};
-constexpr const char* kLevels[] = {"baseline", "avx2", "avx512", "avx512vnni"};
 constexpr const char* kWorkspaceOps[] = {"attend", "index_scores", "select", "index_select",
                                          "compress"};
 
@@ -82,21 +81,21 @@ PyObject* py_workspace_bytes(PyObject*, PyObject* args) {
 }
 
 PyObject* py_cpu_level(PyObject*, PyObject*) {
-    return PyUnicode_FromString(kLevels[static_cast<int>(cpu::current_level)]);
+    return PyUnicode_FromString(cpu::kLevelNames[static_cast<int>(cpu::current_level)]);
 }
 
 PyObject* py_set_cpu_level(PyObject*, PyObject* args) {
     const char* name = nullptr;
     if (!PyArg_ParseTuple(args, "s:set_cpu_level", &name)) return nullptr;
     for (int i = 0; i <= static_cast<int>(cpu::best_level()); ++i) {
-        if (std::strcmp(name, kLevels[i]) != 0) continue;
+        if (std::strcmp(name, cpu::kLevelNames[i]) != 0) continue;
         cpu::current_level = static_cast<cpu::Level>(i);
         Py_RETURN_NONE;
     }
     return PyErr_Format(PyExc_ValueError,
                         "flash_csa.set_cpu_level: level must be one this processor has (at best "
                         "%s), got %s",
-                        kLevels[static_cast<int>(cpu::best_level())], name);
+                        cpu::kLevelNames[static_cast<int>(cpu::best_level())], name);
 }
 
 PyMethodDef methods[] = {
