@@ -13,7 +13,7 @@ from flash_csa.reference import ops as ref
 from flash_csa.reference import pages as ref_pages
 from flash_csa.reference.layout import record_of
 from flash_csa.reference.quant import quantize
-from page_views import guarded_pages
+from page_views import guarded_pages, on_device
 
 CPU = torch.device("cpu")
 POISON_SCORE = -12345.0  # no score that a test makes
@@ -53,7 +53,11 @@ def random_table(batch: fc.Batch, entries: int, page_size: int, spare: int = 3) 
 
 def moved(struct, device):
     """The struct with its tensors on a device."""
-    tensors = {k: v.to(device) for k, v in vars(struct).items() if isinstance(v, torch.Tensor)}
+    tensors = {
+        name: on_device(value, device)
+        for name, value in vars(struct).items()
+        if isinstance(value, torch.Tensor)
+    }
     return replace(struct, **tensors)
 
 

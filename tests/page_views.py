@@ -29,3 +29,9 @@ def guarded_pages(
     buffer = buffer.to(device)
     data = buffer.as_strided((num_pages, payload), (stride, 1), offset)
     return Pages(data, record, page_size), buffer
+
+
+def on_device(view: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The view on a device as it is: strides, offset and the bytes between (.to packs a copy)."""
+    storage = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
+    return storage.to(device).as_strided(view.shape, view.stride(), view.storage_offset())

@@ -19,7 +19,9 @@ struct ScoreRow {  // the same for all threads: lies in shared memory, which sav
         const int32_t first = block * kPoolBlock;
         const int64_t at = columns.position(first);
         float values[kPoolBlock];
-        const bool whole = columns.count - first >= kPoolBlock;
+        // Scores of hidden columns are undefined: nobody reads them.
+        const bool whole = columns.count - first >= kPoolBlock && columns.visible(at) &&
+                           columns.visible(at + kPoolBlock - 1);
         if (whole && reinterpret_cast<uintptr_t>(scores) % sizeof(float4) == 0) {
 #pragma unroll
             for (int i = 0; i < kPoolBlock; i += 4) {
@@ -32,7 +34,8 @@ struct ScoreRow {  // the same for all threads: lies in shared memory, which sav
         } else {
 #pragma unroll
             for (int i = 0; i < kPoolBlock; ++i) {
-                values[i] = first + i < columns.count ? scores[first + i] : bits_float(kNanBits);
+                const bool read = first + i < columns.count && columns.visible(at + i);
+                values[i] = read ? scores[first + i] : bits_float(kNanBits);
             }
         }
         // The visible positions of a block are its first: pages are read for them alone.
