@@ -9,6 +9,10 @@ import typer
 import flash_csa
 
 from .. import _C
+from ..accounting import spec_bytes_per_token
+from ..cache import CacheSpec
+from ..configs import BY_NAME
+from ..plan import LayerPlan
 from ..records import RECORDS
 from . import output
 from .support import supported
@@ -45,8 +49,14 @@ def collect(probe: bool = True) -> dict[str, Any]:
             "probed": [_probe(index) for index in range(gpus)] if ask_gpus else [],
         },
         "records": {record.name: record.bytes for record in RECORDS.values()},
+        "models": {name: _bytes_per_token(name) for name in BY_NAME},
         "supported": {"cpu": supported("cpu")} | ({"cuda": supported("cuda")} if ask_gpus else {}),
     }
+
+
+def _bytes_per_token(model: str) -> float:
+    plan = LayerPlan.from_config(model)
+    return float(spec_bytes_per_token(plan, CacheSpec.for_plan(plan)))
 
 
 def _probe(index: int) -> dict[str, Any]:
@@ -73,6 +83,7 @@ def _print(result: dict[str, Any]) -> None:
     console = output.console()
     versions, back_ends, devices = (result[k] for k in ("versions", "back_ends", "devices"))
     cuda = back_ends["cuda"] or "not compiled in"
+    models = (f"{name} {count:,.10g} bytes/token" for name, count in result["models"].items())
     sizes = (f"{name} {nbytes} B" for name, nbytes in result["records"].items())
     facts = {
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
@@ -80,6 +91,7 @@ def _print(result: dict[str, Any]) -> None:
         "CPU": f"{devices['cpu_threads']} threads",
         "GPUs": _gpus(devices),
         "records": ", ".join(sizes),
+        "models": ", ".join(models),
     }
     console.print(output.facts(facts))
     console.print()
