@@ -52,6 +52,9 @@ def test_info():
     assert (found["back_ends"]["cuda"] is not None) == _C.HAS_CUDA
     assert found["devices"]["probed"] == []
     assert found["records"]["MainFp4"] + found["records"]["IndexFp4"] == 356
+    sizes = {"v41-flash": 890, "v4-flash": 3514.25, "v4-pro": 5031.4375}
+    assert found["models"] == sizes
+    assert all(name in result.stdout for name in sizes)
 
 
 def test_info_initialises_no_gpu_unless_it_probes(monkeypatch):
@@ -110,6 +113,9 @@ def test_ranges():
         (("demo", "--tokens", "-5"), "--tokens"),
         (("demo", "--tokens", "4097"), "must hold 4097 tokens (or use --synthetic), got 4096"),
         (("demo", "--pool-blocks", "0"), "--pool-blocks"),
+        (("demo", "--model", "v5"), "one of v41-flash, v4-flash, v4-pro or a readable config.json"),
+        (("demo", "--model", __file__), __file__),
+        (("demo", "--model", "v4-pro", "--pool-blocks", "9"), "v4-pro has no candidate pool"),
         (("demo", "--seed", "-1"), "--seed"),
         (("demo", "--synthetic", "--input", "x"), "--input or --synthetic, not both"),
         (("demo", "--input", "missing.safetensors"), "cannot read missing.safetensors"),

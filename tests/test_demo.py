@@ -27,13 +27,28 @@ SMALL = configs.V41_FLASH | {
     "index_topk": 64,
 }
 
+V4_ROLES = ["window", "full", "contiguous", "full"]
+SMALL_V4 = configs.V4_FLASH | {
+    "num_hidden_layers": len(V4_ROLES),
+    "num_attention_heads": 4,
+    "compress_ratios": [0, 4, 128, 4],
+    "index_n_heads": 8,
+    "index_topk": 64,
+}
+
 
 @pytest.fixture
-def small(monkeypatch, tmp_path):
+def small(monkeypatch):
     """The demo on six layers and four heads, one of every role."""
+    monkeypatch.setitem(configs.BY_NAME, demo.MODEL, SMALL)
+
+
+@pytest.fixture
+def small_v4(tmp_path):
+    """A config.json of four layers and four heads, one of every role of V4."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(SMALL))
-    monkeypatch.setattr(demo, "MODEL", str(path))
+    path.write_text(json.dumps(SMALL_V4))
+    return str(path)
 
 
 def invoke(*arguments: str):
@@ -70,6 +85,73 @@ def test_the_whole_model_in_a_process_of_its_own():
     assert sum(layer["record_nbytes"] for layer in result["layers"]) == (3 * 308 + 616) * 356
     assert result["seconds"]["total"] > 0
     assert set(result["passes"]["decode"]["stage_seconds"]) == set(passes.STAGES)
+
+
+def test_v4_flash_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "flash_csa", "demo", "--model", "v4-flash", "--tokens", "130"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, check=False, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert result["model"] == "v4-flash" and result["passed"] and result["equal"]
+    assert (result["query_rows"], result["uncut_query_rows"]) == (32, 80)
+    compared = {found["what"].split()[0]: found["compared"] for found in result["agreement"]}
+    assert compared["main"] == 21 * 36 + 20 and compared["index"] == 21 * 36
+    assert compared["window"] == 43 * 128 and "candidate" not in compared
+    assert compared["selections,"] == 21 * 32 and compared["attention"] == 43 * 32
+    cache = result["cache"]
+    assert cache["stated_bytes_per_token"] == 3514.25
+    # A page of 64 is 65 rows of 576 bytes, a page of 8 is 9 of them.
+    padding = 21 * (65 * 576 - 64 * 584) / 256 + 20 * (9 * 576 - 8 * 584) / 1024
+    assert cache["padding_bytes_per_token"] == padding
+    assert cache["bytes_per_token"] == 3514.25 + padding
+    assert cache["nbytes"] == cache["bytes_per_token"] * cache["tokens"]
+
+
+def test_v4_of_a_config(small_v4):
+    result = figures("--model", small_v4, "--tokens", "600")
+    assert result["model"] == small_v4 and result["passed"] and result["equal"]
+    assert [layer["role"] for layer in result["layers"]] == V4_ROLES
+    assert [layer["visible"] for layer in result["layers"]] == [0, 154, 4, 154]
+    assert [layer["selected"] for layer in result["layers"]] == [0, 64, 0, 64]
+    assert all(error["wrong"] == 0 and error["of_bound"] <= 1 for error in result["errors"])
+    assert all(0 < error["quantisation"] < 0.2 for error in result["errors"])
+    selecting = [error for error in result["errors"] if error["shared"] is not None]
+    assert len(selecting) == 2
+    assert all(error["shared"] > 0.7 and 0.5 < error["kept"] <= 1 for error in selecting)
+    assert min(result["identical_records"].values()) > 0.99
+
+
+@pytest.mark.parametrize("tokens", ["1", "4", "113", "834"])
+def test_v4_lengths(small_v4, tokens):
+    """No entry of ratio 128, the first one during decode, one chunk and more."""
+    result = figures("--model", small_v4, "--tokens", tokens, "--synthetic", "--seed", "3")
+    assert result["passed"] and result["prompt_tokens"] == int(tokens)
+
+
+def test_v4_text(small_v4):
+    result = invoke("--model", small_v4, "--tokens", "100")
+    assert result.exit_code == 0, result.output
+    assert "32 tokens attend instead of 80" in " ".join(result.stdout.split())
+    assert "pad pages; records alone" in result.stdout
+    assert "pool" not in result.stdout and "reindex" not in result.stdout
+    assert all(role in result.stdout for role in V4_ROLES)
+
+
+def test_an_error_of_v4_that_both_passes_share_is_seen(small_v4, monkeypatch):
+    """A query without its norm agrees with itself, but not with the reference."""
+    rope_store = passes.library.rope_store
+
+    def unnormed(*args, **kwargs):
+        return rope_store(*args, **{**kwargs, "q_norm_eps": None})
+
+    monkeypatch.setattr(passes.library, "rope_store", unnormed)
+    result = invoke("--model", small_v4, "--tokens", "200", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["equal"] and not found["passed"]
 
 
 def test_real_activations(small):

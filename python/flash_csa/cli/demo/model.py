@@ -5,6 +5,7 @@ What a checkpoint would supply, and what is simpler here:
 - weights are drawn, but queries are made to resemble keys and the indexer to see what attention
   sees, as training would: with independent weights attention is nearly uniform over thousands of
   entries, and no selection is better than another;
+- V4 normalises query heads, so that there keys are longer instead of queries;
 - every layer is fed the same normed hidden states; output projections and MLPs are left out.
 
 Projections run once, for all tokens, and the passes cut them: a GEMM of another height may round
@@ -23,7 +24,9 @@ from ...reference.compress import rms_norm
 from ...reference.quant import round_bf16
 
 LATENT_SHARE = 4  # hidden width : query latent width, 5120 : 1280 in the model
-QUERY_GAIN = 2.0  # spreads logits so that a head attends to tens of entries
+# Of queries, or of keys where queries are normalised: spreads logits so that a head attends to tens
+# of entries.
+GAIN = 2.0
 HEAD_SPREAD = 0.5  # how much heads differ in the channels they look at (std of the log)
 SINK = 7.0  # takes a few per cent of the attention of a row
 OWN_SHARE = 0.5  # of a query's energy that resembles no key
@@ -59,7 +62,7 @@ class Projections:
         """Compressor inputs of rows start, start + 1, ..."""
         tokens = self.sources[group].tokens
         cut = slice(start, start + rows)
-        return Tokens(tokens.kv[cut], None if tokens.gate is None else tokens.gate[cut])
+        return Tokens(*(None if x is None else x[cut] for x in vars(tokens).values()))
 
     def query_of(self, layer: int, start: int, rows: int) -> Query:
         """The layer's Query of rows start, start + 1, ...; q is a copy, to be rotated in place."""
@@ -97,6 +100,8 @@ class Projector:
     def __init__(self, plan: LayerPlan, hidden: Tensor, queries: int, seed: int) -> None:
         self.plan = plan
         self.rows = queries
+        normalised = plan.q_norm_eps is not None
+        self.query_gain, self.key_gain = (1.0, GAIN) if normalised else (GAIN, 1.0)
         self.x = self._norm(hidden)
         # The direction along which all tokens measure most nearly 1.
         ones = torch.ones(len(hidden), 1)
@@ -129,6 +134,8 @@ class Projector:
         return _Shared(self._weight(HEAD_DIM), self._weight(self.rank))
 
     def _source(self, group: GroupPlan, shared: _Shared) -> Source:
+        if group.overlap or not group.indexed:
+            return self._v4_source(group, shared)
         kv = _linear(self.x, shared.kv)
         gate = None if group.ratio == 1 else _linear(self.x, self._weight(HEAD_DIM))
         shared.sketch = self._sketch().bfloat16()
@@ -141,6 +148,29 @@ class Projector:
             ),
         )
 
+    def _v4_source(self, group: GroupPlan, shared: _Shared) -> Source:
+        """CSA or HCA: position biases, and for CSA an index compressor. Overlapping ones project a
+        token in two roles, as of the previous group and of the current one."""
+        kv = [self._near(shared.kv), shared.kv] if group.overlap else [shared.kv]
+        tokens = {"kv": _linear(self.x, torch.cat(kv))}
+        tokens["gate"] = _linear(self.x, self._weight(group.main_width))
+        weights = {
+            "norm": self.key_gain * (1 + self._draw(HEAD_DIM) / 10),
+            "bias": self._draw(group.ratio, group.main_width) / 2,
+        }
+        if group.indexed:
+            shared.sketch = self._sketch().bfloat16()
+            keys = torch.cat([shared.sketch.float() @ role for role in kv])
+            tokens["index_kv"] = _linear(self.x, keys)
+            tokens["index_gate"] = _linear(self.x, self._weight(group.index_width))
+            weights["index_norm"] = 1 + self._draw(INDEX_DIM) / 10
+            weights["index_bias"] = self._draw(group.ratio, group.index_width) / 2
+        return Source(Tokens(**tokens), Compressor(**weights))
+
+    def _near(self, kv: Tensor) -> Tensor:
+        """Another projection of keys, half of it `kv`."""
+        return (kv + self._weight(HEAD_DIM)) / 2**0.5
+
     def _sketch(self) -> Tensor:
         """f32 [128, 512]: 448 dims to 64 at random, which keeps dot products on average; the
         rotated dims as they are."""
@@ -151,8 +181,7 @@ class Projector:
         return sketch
 
     def _window_kv(self, shared: _Shared) -> Tensor:
-        own = _linear(self.x, (shared.kv + self._weight(HEAD_DIM)) / 2**0.5)
-        return self._norm(own)
+        return self.key_gain * self._norm(_linear(self.x, self._near(shared.kv)))
 
     def _query(self, layer: Layer, shared: _Shared, window_kv: Tensor) -> Query:
         plan, rows = self.plan, self.x[-self.rows :]
@@ -182,7 +211,7 @@ class Projector:
         alike *= HEAD_DIM**0.5 / alike.norm(dim=(1, 2), keepdim=True)
         noise = self._draw(self.plan.heads, HEAD_DIM, self.rank) / self.rank**0.5
         shares = (1 - OWN_SHARE**2) ** 0.5, OWN_SHARE
-        return (QUERY_GAIN * (shares[0] * alike + shares[1] * noise)).bfloat16()
+        return (self.query_gain * (shares[0] * alike + shares[1] * noise)).bfloat16()
 
     def _head_weight(self) -> Tensor:
         """f32 [Hi, width]: most head weights come out near 1, some below 0."""

@@ -21,7 +21,7 @@ from ...group import Group, Query, Step, store_window, window_layer
 from ...plan import Layer, LayerPlan
 from .model import Projections
 
-CHUNK = 769  # odd, so that chunks cut groups of two tokens
+CHUNK = 769  # so that chunks cut groups of 2, 4 and 128 tokens
 POISON = 0xFF  # NaN in every scale and every float
 STAGES = (
     "step_slots",

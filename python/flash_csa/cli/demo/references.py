@@ -16,14 +16,19 @@ from ...plan import ROPE_DIMS, GroupPlan, Layer
 from ...reference import attend as core
 from ...reference import index as indexer
 from ...reference import select as selector
-from ...reference.compress import Compressor, csa2_entries, rms_norm
-from ...reference.quant import dequantize, quantize
+from ...reference.compress import Compressor, csa2_entries, hadamard, rms_norm, v4_index_keys
+from ...reference.quant import dequantize, quantize, round_bf16
 from ...reference.rope import derotate, rotate
 from ...reference.step import visible_entries, window_lists
 from .compare import entries, window
 from .passes import Pass
 
 F32 = torch.float32
+
+
+def role_of(layer: Layer) -> str:
+    """The layer's mode; that of a Full layer without an index is "contiguous" (HCA)."""
+    return "contiguous" if layer.contiguous else layer.mode
 
 
 @dataclass(frozen=True)
@@ -83,23 +88,14 @@ class References:
             advance()
         return found
 
-    def identical_records(self) -> dict[str, float]:
-        """Part of the main and index records that the reference compressor makes byte for byte.
+    def identical_records(self) -> dict[str, Tensor]:
+        """bool [N] of each kind: records that the reference compressor makes byte for byte.
 
         It sums in FP64: another order of summation moves a few values across a rounding border.
         """
         same: dict[str, list[Tensor]] = {"main": [], "index": []}
         for group in self.plan.groups:
-            source = self.inputs.sources[group.index]
-            made = csa2_entries(
-                self._compressor(group),
-                source.tokens.kv,
-                source.tokens.gate,
-                self.run.cos_sin["compressed"],
-                source.compressor.key,
-                source.compressor.key_norm,
-            )
-            for kind, rows in (("main", made.main), ("index", made.keys)):
+            for kind, rows in self._made(group).items():
                 pages = getattr(self.run.cache.groups[group.index], kind)
                 pairs = zip(
                     quantize(rows, pages.record),
@@ -108,24 +104,53 @@ class References:
                 )
                 data, scales = ((a == b).all(1) for a, b in pairs)
                 same[kind].append(data & scales)
-        return {kind: torch.cat(rows).float().mean().item() for kind, rows in same.items()}
+        return {kind: torch.cat(rows) for kind, rows in same.items() if rows}
+
+    def _made(self, group: GroupPlan) -> dict[str, Tensor]:
+        """The group's main rows and index keys as the reference compressor makes them."""
+        source, table = self.inputs.sources[group.index], self.run.cos_sin["compressed"]
+        tokens, weights = source.tokens, source.compressor
+        key = weights.key, weights.key_norm
+        made = csa2_entries(self._compressor(group), tokens.kv, tokens.gate, table, *key)
+        keys = made.keys
+        if group.index_width:
+            compressor = self._index_compressor(group)
+            keys = v4_index_keys(compressor, tokens.index_kv, tokens.index_gate, table)
+        elif group.indexed and self.plan.rotate:
+            keys = hadamard(keys)
+        return {"main": made.main} | ({"index": keys} if group.indexed else {})
 
     def _compressor(self, group: GroupPlan, **rounding: torch.dtype) -> Compressor:
-        norm = self.inputs.sources[group.index].compressor.norm
-        return Compressor(group.ratio, norm, self.plan.eps, **rounding)
+        weights = self.inputs.sources[group.index].compressor
+        shape = group.ratio, weights.norm, self.plan.eps, weights.bias, group.overlap
+        return Compressor(*shape, **rounding)
+
+    def _index_compressor(self, group: GroupPlan, **rounding: torch.dtype) -> Compressor:
+        weights = self.inputs.sources[group.index].compressor
+        shape = group.ratio, weights.index_norm, self.plan.eps, weights.index_bias, group.overlap
+        return Compressor(*shape, **rounding)
 
     def _enter(self, group: GroupPlan) -> None:
         """Takes the group's records: as the cache holds them, and as they were before rounding."""
         record = self.run.cache.groups[group.index].main.record
         self.held.main = dequantize(*entries(self.run, group.index, "main"), record)
-        self.key_bytes = entries(self.run, group.index, "index")
+        if group.indexed:
+            self.key_bytes = entries(self.run, group.index, "index")
 
         source, table = self.inputs.sources[group.index], self.run.cos_sin["compressed"]
         compressor = self._compressor(group, border=F32, precision=F32)
         latent = compressor.latent(compressor.pool(source.tokens.kv, source.tokens.gate))
         self.exact.main = compressor.main_rows(latent, table)
-        keys = latent @ source.compressor.key.float().T
-        keys = rms_norm(keys, source.compressor.key_norm, self.plan.eps, F32)
+        if not group.indexed:
+            return
+        if group.index_width:
+            # Without the Hadamard rotation of queries and keys: it keeps dot products.
+            compressor = self._index_compressor(group, border=F32, precision=F32)
+            pooled = compressor.pool(source.tokens.index_kv, source.tokens.index_gate)
+            keys = compressor.latent(pooled)
+        else:
+            keys = latent @ source.compressor.key.float().T
+            keys = rms_norm(keys, source.compressor.key_norm, self.plan.eps, F32)
         self.exact_keys = rotate(keys, compressor.entry_positions(len(keys)), table)
 
     def _layer(self, layer: Layer) -> LayerErrors:
@@ -134,7 +159,7 @@ class References:
         wrong = self._choose(layer, query, table) if layer.scores else 0
 
         got = torch.cat(self.run.results[layer.index].out)[self.rows].double()
-        q = rotate(query.q[self.rows], self.positions, table)
+        q = rotate(round_bf16(self._normed(query.q[self.rows])), self.positions, table)
         lists = self._lists(layer, self.held, self._held_window(layer))
         out, _ = core.attend(q, *lists, sink=query.sink)
         bound, _ = core.error_bounds(q, *lists, sink=query.sink)
@@ -143,27 +168,35 @@ class References:
         of_bound = ((got - out).abs() / bound)[kept_dims].max().item()
         rounding = _relative(got, core.derotated_output(out, self.positions, table)).max().item()
 
-        q = rotate(query.q[self.rows].float(), self.positions, table)
+        q = rotate(self._normed(query.q[self.rows]).float(), self.positions, table)
         lists = self._lists(layer, self.exact, self._exact_window(layer, table))
         out, lse = core.attend(q, *lists, sink=query.sink, precision=F32)
         error = _relative(got, derotate(out, self.positions, table)).mean().item()
+        selects = layer.index_source is not None
         return LayerErrors(
             layer=layer.index,
-            mode=layer.mode,
+            mode=role_of(layer),
             rounding=rounding,
             of_bound=of_bound,
             wrong=wrong,
             quantisation=error,
-            shared=self._shared() if layer.ratio else None,
-            kept=self._kept(layer, q, lists, lse) if layer.ratio else None,
+            shared=self._shared() if selects else None,
+            kept=self._kept(layer, q, lists, lse) if selects else None,
         )
+
+    def _normed(self, q: Tensor) -> Tensor:
+        """q [T, H, 512] after the per-head norm of the model, if it has one; not yet rounded."""
+        eps = self.plan.q_norm_eps
+        return q if eps is None else rms_norm(q, None, eps)
 
     def _choose(self, layer: Layer, query: Query, table: Tensor) -> int:
         """Both references choose; returns the rows where the pass did not choose as `held`."""
         plan = self.plan
         index_q, weights = query.index_q[self.rows], query.index_weights[self.rows]
         n_vis = visible_entries(self.positions, layer.ratio)
-        quantised = indexer.quantize_query(index_q, self.positions, table)
+        quantised = indexer.quantize_query(
+            index_q, self.positions, table, rotate_hadamard=plan.rotate
+        )
         scores = indexer.index_scores_exact(quantised, *self.key_bytes, weights)
         self.held.choose(layer, scores, n_vis, plan.topk, plan.pool_blocks)
         rotated = rotate(index_q.float(), self.positions, table)
@@ -185,7 +218,12 @@ class References:
         lists = torch.where(lists >= 0, lists - self._window_span().start, -1)
         if layer.ratio == 0:
             return window_rows, lists.long()
-        return core.join(window_rows, lists, reference.main, reference.selection.positions)
+        if layer.contiguous:
+            n_vis = visible_entries(self.positions, layer.ratio)
+            chosen = core.contiguous_lists(n_vis, len(reference.main))
+        else:
+            chosen = reference.selection.positions
+        return core.join(window_rows, lists, reference.main, chosen)
 
     def _window_span(self) -> range:
         """Positions that any of the rows has in its window."""

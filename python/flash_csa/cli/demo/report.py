@@ -8,9 +8,11 @@ from rich.console import Console
 from ...plan import HEAD_DIM, INDEX_DIM, POOL_BLOCK
 from .. import output
 
+NAMES = {"v41-flash": "V4.1-Flash", "v4-flash": "V4-Flash", "v4-pro": "V4-Pro"}
 ROLES = {
     "window": "attends to its last {window} tokens alone",
     "full": "makes entries of its tokens (ratio tokens each), scores all of them, selects {topk}",
+    "contiguous": "makes entries of its tokens and attends to all of them, no index",
     "reindex": "takes a full layer's entries, scores those in the candidate pool, selects anew",
     "reuse": "takes a full layer's entries and the selection of a layer below",
 }
@@ -23,16 +25,26 @@ def show(result: dict[str, Any]) -> None:
         part(console, result)
 
 
+def _roles(result: dict[str, Any]) -> list[str]:
+    """The roles that the model has."""
+    present = {layer["role"] for layer in result["layers"]}
+    return [role for role in ROLES if role in present]
+
+
 def _setup(console: Console, result: dict[str, Any]) -> None:
     plan, source = result["plan"], result["input"]
     prefill, decode = result["passes"]["prefill"], result["passes"]["decode"]
+    pool = f", pool of {plan['pool_blocks']:,} blocks x {POOL_BLOCK}" if plan["pool_blocks"] else ""
+    attending, uncut = result["query_rows"], result["uncut_query_rows"]
+    cut = f"; {attending} tokens attend instead of {uncut}" if attending < uncut else ""
+    name = NAMES.get(result["model"], result["model"])
     facts = {
-        "model": f"V4.1-Flash attention, {len(result['layers'])} layers: {plan['heads']} heads x "
+        "model": f"{name} attention, {len(result['layers'])} layers: {plan['heads']} heads x "
         f"{HEAD_DIM}, {plan['index_heads']} index heads x {INDEX_DIM}, window {plan['window']}, "
-        f"top-{plan['topk']}, pool of {plan['pool_blocks']:,} blocks x {POOL_BLOCK}",
+        f"top-{plan['topk']}{pool}",
         "simplified": f"hidden {source['width']:,} instead of {plan['hidden']:,}; weights drawn "
         f"(seed {source['seed']}), queries made to resemble keys; every layer is fed the same "
-        "normed hidden states; no output projection, no MLP",
+        f"normed hidden states; no output projection, no MLP{cut}",
         "input": f"{source['origin']}: {result['prompt_tokens']:,} tokens, then "
         f"{result['decode_steps']} decode steps"
         + (", on the first tokens again" if source["repeated"] else ""),
@@ -43,7 +55,8 @@ def _setup(console: Console, result: dict[str, Any]) -> None:
     }
     console.print(output.facts(facts))
     _title(console, "What a layer does")
-    console.print(output.facts({role: text.format(**plan) for role, text in ROLES.items()}))
+    roles = {role: ROLES[role].format(**plan) for role in _roles(result)}
+    console.print(output.facts(roles))
 
 
 def _title(console: Console, text: str) -> None:
@@ -51,6 +64,7 @@ def _title(console: Console, text: str) -> None:
 
 
 def _layers(console: Console, result: dict[str, Any]) -> None:
+    sharing = any(layer["role"] == "reuse" for layer in result["layers"])
     _title(console, f"Layers, as token {result['tokens'] - 1:,} sees them")
     names = (">layer", "role", ">ratio", ">visible", ">scored", ">selected")
     sizes = ("record_nbytes", "window_nbytes", "read_nbytes")
@@ -62,17 +76,21 @@ def _layers(console: Console, result: dict[str, Any]) -> None:
             layer["role"],
             *(f"{cell:,}" if cell else "-" for cell in cells),
             *(output.size(layer[name]) if layer[name] else "-" for name in sizes),
-            style=None if layer["role"] == "reuse" else "bold",
+            style="bold" if sharing and layer["role"] != "reuse" else None,
         )
     table.add_section()
     totals = [sum(layer[name] for layer in result["layers"]) for name in sizes]
     table.add_row("all", "", "", "", "", "", *map(output.size, totals))
     console.print(table)
+    written = "the layer wrote, main and index.\n"
+    if sharing:
+        written = "a full layer wrote, main and index, for all layers up to the next\nfull one. "
     console.print(
-        "records: entries that a full layer wrote, main and index, for all layers up to the next\n"
-        "full one. window: the layer's own last tokens. read: what this one token reads.\n"
-        f"{_pool_note(result)}"
+        f"records: entries that {written}window: the layer's own last tokens. "
+        "read: what this one token reads."
     )
+    if result["plan"]["pool_blocks"]:
+        console.print(_pool_note(result))
 
 
 def _pool_note(result: dict[str, Any]) -> str:
@@ -90,8 +108,13 @@ def _cache(console: Console, result: dict[str, Any]) -> None:
     _title(console, "Global cache")
     console.print(
         f"{cache['nbytes']:,} bytes in {cache['tensors']} tensors of pages, for "
-        f"{cache['tokens']:,} tokens: [bold]{cache['bytes_per_token']:g} bytes/token[/bold]"
+        f"{cache['tokens']:,} tokens: [bold]{cache['bytes_per_token']:,.10g} bytes/token[/bold]"
     )
+    if cache["padding_bytes_per_token"]:
+        console.print(
+            f"{cache['padding_bytes_per_token']:,.10g} of them pad pages; records alone: "
+            f"[bold]{cache['stated_bytes_per_token']:,.10g} bytes/token[/bold]"
+        )
 
 
 def _agreement(console: Console, result: dict[str, Any]) -> None:
@@ -113,8 +136,8 @@ def _quantised(console: Console, result: dict[str, Any]) -> None:
     rows = result["checked_rows"] * choosing
     _title(console, f"Against the quantised reference (FP64, {_rows(result)})")
     facts = {
-        "records": f"{identical['main']:.3%} of main and {identical['index']:.3%} of index records "
-        "equal byte for byte (all rows; sums in another order move a few)",
+        "records": " and ".join(f"{share:.3%} of {kind}" for kind, share in identical.items())
+        + " records equal byte for byte (all rows; sums in another order move a few)",
         "selections": f"[bold red]{wrong} of {rows} DIFFER[/]" if wrong else f"all {rows} equal",
         "outputs": f"relative error at most {rounding:.1e}, element error at most {of_bound:.0%} "
         "of what BF16 allows",
@@ -125,7 +148,7 @@ def _quantised(console: Console, result: dict[str, Any]) -> None:
 def _unquantised(console: Console, result: dict[str, Any]) -> None:
     _title(console, f"What FP4 and FP8 cost: against FP32, nothing rounded ({_rows(result)})")
     table = output.table("role", ">layers", ">error", ">shared", ">kept")
-    for role in ROLES:
+    for role in _roles(result):
         errors = [error for error in result["errors"] if error["mode"] == role]
         means = (_mean(errors, name) for name in ("quantisation", "shared", "kept"))
         table.add_row(role, str(len(errors)), *means)
