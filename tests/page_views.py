@@ -33,5 +33,5 @@ def guarded_pages(
 
 def on_device(view: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """The view on a device as it is: strides, offset and the bytes between (.to packs a copy)."""
-    storage = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
+    storage = view.new_empty(0).set_(view.untyped_storage())
     return storage.to(device).as_strided(view.shape, view.stride(), view.storage_offset())

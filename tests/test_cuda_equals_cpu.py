@@ -37,7 +37,7 @@ def _same(name: str, cpu: torch.Tensor, cuda: torch.Tensor, bound: float | None)
         finite = a.isfinite()
         scale = a[finite].abs().max() if finite.any() else torch.tensor(1.0)
         worst = (a - b)[finite].abs().max() if finite.any() else torch.tensor(0.0)
-        assert worst <= bound * scale, f"{name}: {worst} of {scale}"
+        assert worst <= 1e-6 + bound * scale, f"{name}: {worst} of {scale}"
         return
     a, b = cpu.contiguous().view(torch.uint8), got.contiguous().view(torch.uint8)
     differ = int((a != b).sum())
