@@ -1,4 +1,5 @@
-"""The faults that tests must notice, chosen without a look at the tests.
+"""The faults that tests must notice, all but CASE_MUTANTS chosen without a look at the
+tests.
 
 Sources of a release hold no trace of them: `FCSA_MUTATE=n python setup.py build_ext -b DIR/python`
 builds a copy of csrc with fault n, and `make mutants` does so for each.
@@ -6,13 +7,19 @@ builds a copy of csrc with fault n, and `make mutants` does so for each.
 
 from pathlib import Path
 
+from mutants.list_cases import CASE_MUTANTS
 from mutants.list_index import INDEX_MUTANTS
 from mutants.list_records import RECORD_MUTANTS
 from mutants.list_rows import ROW_MUTANTS
 from mutants.mutant import Mutant, patched, replace_once
 
 STAGES = ("codec", "causal", "compressor", "scores", "select", "pool", "attend", "step", "merge")
-MUTANTS: tuple[Mutant, ...] = (*RECORD_MUTANTS, *INDEX_MUTANTS, *ROW_MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (
+    *RECORD_MUTANTS,
+    *INDEX_MUTANTS,
+    *ROW_MUTANTS,
+    *CASE_MUTANTS,
+)
 
 
 def mutated_copy(number: int, csrc: Path, out: Path) -> Path:

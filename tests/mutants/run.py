@@ -4,9 +4,9 @@ usage: make mutants [ARGS="--only 101,scores --jobs 2 --fresh"]
 
 Each worker has a tree of its own under build/mutants: this checkout with a patched csrc. There one
 fault after the other is built and the tests run until the first assertion fails: first the one
-that failed last time (kills.json), then those of the fault's stage, then all others. Only a failed
-assertion is a kill; a crash, a timeout or an error that a test does not expect is none. Number 0
-is the control: no fault, and no test may fail.
+that failed last time (kills.json), then those of the case from the field that the fault repeats,
+those of its stage, and all others. Only a failed assertion is a kill; a crash, a timeout or an
+error that a test does not expect is none. Number 0 is the control: no fault, and no test may fail.
 """
 
 import argparse
@@ -104,8 +104,8 @@ class Worker:
         expected = f"{self.tree}/python/flash_csa/__init__.py {mutant.number}"
         return None if said == expected else f"tests would import {said!r}"
 
-    def test(self, arguments: list[str], seconds: float) -> str | None:
-        """Runs tests that have not been started yet. None, or why the run ended early."""
+    def test(self, arguments: list[str], case: str, seconds: float) -> str | None:
+        """Runs tests (of a case) that have not been started. None, or why the run ended early."""
         command = [sys.executable, "-m", "pytest", "-p", "mutants.watch", "-p", "no:cacheprovider"]
         command += ["-q", "--no-header", "--tb=no", "--hypothesis-seed=0"]
         command += [f"--deselect={test}" for test in UNRELATED]
@@ -113,7 +113,7 @@ class Worker:
             done = subprocess.run(
                 [*command, *arguments],
                 cwd=self.tree,
-                env=self.environment,
+                env={**self.environment, "MUTANT_CASE": case},
                 capture_output=True,
                 text=True,
                 timeout=max(seconds, 1),
@@ -133,16 +133,17 @@ class Worker:
     def kill(self) -> dict | None:
         return next((event for event in self.events("failed") if event["asserted"]), None)
 
-    def ask(self, rounds: list[list[str]]) -> dict:
+    def ask(self, rounds: list[tuple[list[str], str]]) -> dict:
         """Runs rounds of tests one after the other until an assertion fails."""
         self.log.write_text("")
         end = time.monotonic() + self.timeout
         ends = []
-        for arguments in rounds:
+        for arguments, case in rounds:
             for _ in range(CRASHES):
-                why = self.test(arguments, end - time.monotonic())
+                why = self.test(arguments, case, end - time.monotonic())
                 if kill := self.kill():
-                    return {"outcome": "killed", "test": kill["failed"], "message": kill["message"]}
+                    said = {"message": kill["message"], "cases": kill["cases"]}
+                    return {"outcome": "killed", "test": kill["failed"], **said}
                 if why is None:
                     break
                 started = self.events("start")
@@ -151,12 +152,17 @@ class Worker:
         return {"outcome": "survived", "others": ends}
 
 
-def rounds_of(mutant: Mutant, last: dict) -> list[list[str]]:
-    test = last.get("test")
-    first = [[test]] if test and (ROOT / test.split("::")[0]).exists() else []
-    stage = [f"tests/{name}" for name in STAGE_TESTS.get(mutant.stage, ())]
-    rest = [["tests", "--ignore=tests/core"], ["tests/core"]]  # the latter compiles for minutes
-    return [*first, *([stage] if stage else []), *rest]
+def rounds_of(mutant: Mutant, last: dict) -> list[tuple[list[str], str]]:
+    """Arguments for pytest and a case, one round after the other."""
+    every = ["tests", "--ignore=tests/core"]  # that folder compiles for minutes
+    rounds = []
+    if (ROOT / last.get("test", "?").split("::")[0]).exists():
+        rounds.append(([last["test"]], ""))
+    if mutant.case:
+        rounds.append((every, mutant.case))
+    if mutant.stage in STAGE_TESTS:
+        rounds.append(([f"tests/{name}" for name in STAGE_TESTS[mutant.stage]], ""))
+    return [*rounds, (every, ""), (["tests/core"], "")]
 
 
 def run_one(worker: Worker, mutant: Mutant, last: dict) -> dict:
@@ -235,7 +241,8 @@ def record(kills: dict[str, dict], results: dict[str, dict]) -> None:
         result = results.get(str(m.number), {})
         if result.get("outcome") == "killed":
             message = short(result["message"])
-            kills[str(m.number)] = {"test": result["test"], "message": message}
+            kill = {"test": result["test"], "message": message, "cases": result["cases"]}
+            kills[str(m.number)] = kill
         elif result:
             kills.pop(str(m.number), None)
     kills = {str(m.number): kills[str(m.number)] for m in MUTANTS if str(m.number) in kills}
