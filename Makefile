@@ -68,7 +68,7 @@ gpu: gpu-test gpu-bench
 
 # With pytest-xdist, processes share the GPU; each has few threads for the CPU side of a comparison.
 gpu-test gpu-bench: export PYTHONPATH := python
-WORKERS := $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo -n 8)
+WORKERS := $(shell $(PYTHON) -c "import xdist" 2>/dev/null && printf -- '-n 8')
 gpu-test: gpu-library
 	$(PYTHON) tests/sanitize.py
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest --device=cuda $(WORKERS) $(ARGS)
