@@ -35,7 +35,7 @@ def test_cpp() -> None:
 def test_cpu_back_end_under_sanitizers() -> None:
     """Hostile positions, tables, slots and lengths in buffers of exactly their size."""
     program = cmake_build("cpu_fuzz") / "cpu_fuzz"
-    # GCC before 14 misaligns 64-byte vectors in the stack frames that this option moves to the heap.
+    # GCC before 14 misaligns 64-byte vectors in stack frames that it moves to the heap.
     options = os.environ | {"ASAN_OPTIONS": "detect_stack_use_after_return=0"}
     done = subprocess.run([str(program), "60"], capture_output=True, text=True, env=options)
     assert done.returncode == 0, done.stdout + done.stderr
