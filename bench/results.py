@@ -28,11 +28,16 @@ def load(path: Path) -> dict[str, Row]:
     return {row["case"]: row for row in rows}
 
 
-def save(path: Path, rows: dict[str, Row]) -> None:
-    """Writes the rows in the order of the list of cases; a crash leaves the old file or the new."""
-    order = {name: number for number, name in enumerate(CASES)}
+def save(
+    path: Path,
+    rows: dict[str, Row],
+    keys: Iterable[str] = KEYS,
+    cases: Iterable[str] = CASES,
+) -> None:
+    """Writes the rows in the order of the cases; a crash leaves the old file or the new."""
+    order = {name: number for number, name in enumerate(cases)}
     named = sorted(rows, key=lambda name: order.get(name, len(order)))
-    lines = [json.dumps({key: rows[name][key] for key in KEYS}) for name in named]
+    lines = [json.dumps({key: rows[name][key] for key in keys}) for name in named]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
