@@ -201,16 +201,14 @@ def _index(case: Case, inputs: Inputs, compiler: Compile | None) -> Work:
     stored = query.scales.view(torch.uint8).view(*query.scales.shape, -1)
     q = quant.dequantize(query.codes, stored, record).bfloat16()
     functions = {
-        f"{dequantise.__name__}, {name}": peers.index_scores_of(dequantise, peers.SCORERS[name])
-        for dequantise, name in (
-            (peers.scaled_table, "bf16"),
-            (peers.scaled_table, "fp32"),
-            (peers.scaled_table, "chunks, bf16"),
-            (peers.pair_table, "chunks, bf16"),
-            (peers.bit_operations, "chunks, bf16"),
-        )
+        "scaled_table, bf16": peers.index_scores_of(peers.scaled_table, peers.scores_bf16),
+        "scaled_table, fp32": peers.index_scores_of(peers.scaled_table, peers.scores_fp32),
     }
-    compiled = ("scaled_table, bf16", "scaled_table, chunks, bf16")
+    functions |= {
+        f"{d.__name__} in parts, bf16": peers.index_scores_of(d, peers.scores_bf16, peers.PART_KEYS)
+        for d in (peers.scaled_table, peers.pair_table, peers.bit_operations)
+    }
+    compiled = ("scaled_table, bf16", "pair_table in parts, bf16")
     functions = _with_compiled(functions, compiled, compiler)
     slots = (table[:, None] * PAGE + inputs.arange(PAGE)).flatten()
     bare = _with_compiled(dict(peers.SCORERS), ("bf16",), compiler)
