@@ -179,9 +179,9 @@ FCSA_HD void unpack_nibbles(const uint8_t* packed, uint8_t* nibbles) {
         "32-bit byte offset",
         "core/params.h",
         "return data + slot / page_size * page_stride + r.data_at(slot % page_size);",
-        "return data + static_cast<int32_t>(slot / page_size * page_stride +\n"
-        "                                           r.data_at(slot % page_size));",
-        "page id times page bytes in an int: wrong beyond 2 GiB",
+        "return data + ((slot / page_size * page_stride + r.data_at(slot % page_size)) &\n"
+        "                       INT32_MAX);",
+        "the offset keeps 31 bits: a page beyond 2 GiB lands inside the buffer",
         "2 GiB byte offset",
     ),
     Mutant(
