@@ -60,3 +60,47 @@ def fl32(x: Fraction) -> float:
 def fma32(a: float, b: float, c: float) -> float:
     """a * b + c rounded once to FP32."""
     return fl32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
+
+
+def fma32_array(a: np.ndarray, b: np.ndarray | float, c: np.ndarray | float) -> np.ndarray:
+    """`fma32` of arrays, without fractions.
+
+    The product is exact in FP64. Of the sum, FP64 keeps the nearest value and `rest`, which it
+    lacks; rounded to odd, the second rounding cannot be misled.
+    """
+    product, c = np.float64(a) * np.float64(b), np.float64(c)
+    total = product + c
+    back = total - product
+    rest = (product - (total - back)) + (c - back)
+    inexact_even = (rest != 0) & (total.view(np.int64) % 2 == 0)
+    odd = np.nextafter(total, np.copysign(np.inf, rest))
+    return np.where(inexact_even, odd, total).astype(np.float32)
+
+
+# docs/numerics.md, "Exponential"
+LOG2_E = float.fromhex("0x1.715476p+0")
+LN2_HIGH, LN2_LOW = float.fromhex("0x1.62e430p-1"), float.fromhex("-0x1.05c610p-29")
+EXP_POLYNOMIAL = [
+    float.fromhex(coefficient)
+    for coefficient in (
+        "0x1.6a2428p-10",
+        "0x1.1239e2p-7",
+        "0x1.5558f2p-5",
+        "0x1.555492p-3",
+        "0x1.fffffcp-2",
+        "0x1p+0",
+        "0x1p+0",
+    )
+]
+
+
+def exp32(x: np.ndarray) -> np.ndarray:
+    """FP32 exp(x) with the project's roundings; x is not NaN."""
+    x = np.clip(x, np.float32(-104), np.float32(89))
+    n = fma32_array(x, LOG2_E, 1.5 * 2**23) - np.float32(1.5 * 2**23)  # nearest integer
+    r = fma32_array(n, -LN2_LOW, fma32_array(n, -LN2_HIGH, x))
+    p = np.zeros_like(r)
+    for coefficient in EXP_POLYNOMIAL:
+        p = fma32_array(p, r, coefficient)
+    with np.errstate(over="ignore"):
+        return np.ldexp(p.astype(np.float64), n.astype(np.int64)).astype(np.float32)
