@@ -73,6 +73,29 @@ FCSA_HD constexpr Record record(RecordId id) {
     return table[static_cast<int32_t>(id)];
 }
 
+template <RecordId kId>
+struct RecordTag {
+    static constexpr RecordId kRecord = kId;
+};
+
+// f(RecordTag<id>{}) for an id known at run time, on the host.
+template <class F>
+auto with_record(RecordId id, const F& f) {
+    switch (id) {
+        case RecordId::MainFp4:
+            return f(RecordTag<RecordId::MainFp4>{});
+        case RecordId::WindowFp8:
+            return f(RecordTag<RecordId::WindowFp8>{});
+        case RecordId::IndexFp4:
+            return f(RecordTag<RecordId::IndexFp4>{});
+        case RecordId::MixedFp8:
+            return f(RecordTag<RecordId::MixedFp8>{});
+        case RecordId::IndexFp8:
+            break;
+    }
+    return f(RecordTag<RecordId::IndexFp8>{});
+}
+
 static_assert(record(RecordId::MainFp4).bytes() == 288);
 static_assert(record(RecordId::WindowFp8).bytes() == 528);
 static_assert(record(RecordId::IndexFp4).bytes() == 68);

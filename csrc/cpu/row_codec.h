@@ -116,26 +116,4 @@ inline void rotate_index_vector(uint16_t* x, const float* cos_sin, bool hadamard
     for (int i = 0; i < kIndexDim; ++i) x[i] = f32_to_bf16(values[i]);
 }
 
-template <RecordId kId>
-struct RecordTag {
-    static constexpr RecordId kRecord = kId;
-};
-
-// f(RecordTag<id>{}) for an id known at run time.
-template <class F>
-void with_record(RecordId id, const F& f) {
-    switch (id) {
-        case RecordId::MainFp4:
-            return f(RecordTag<RecordId::MainFp4>{});
-        case RecordId::WindowFp8:
-            return f(RecordTag<RecordId::WindowFp8>{});
-        case RecordId::IndexFp4:
-            return f(RecordTag<RecordId::IndexFp4>{});
-        case RecordId::MixedFp8:
-            return f(RecordTag<RecordId::MixedFp8>{});
-        case RecordId::IndexFp8:
-            return f(RecordTag<RecordId::IndexFp8>{});
-    }
-}
-
 }  // namespace flash_csa::cpu

@@ -217,26 +217,4 @@ __device__ __forceinline__ void write_record(const LaneRow<record(kId).dims>& ro
     LaneRecord<kId>::encode(row, lane, pages.row(r, slot), pages.scales(r, slot));
 }
 
-template <RecordId kId>
-struct RecordTag {
-    static constexpr RecordId kRecord = kId;
-};
-
-// f(RecordTag<id>{}) for a record known at run time.
-template <class F>
-auto with_record(RecordId id, const F& f) {
-    switch (id) {
-        case RecordId::MainFp4:
-            return f(RecordTag<RecordId::MainFp4>{});
-        case RecordId::WindowFp8:
-            return f(RecordTag<RecordId::WindowFp8>{});
-        case RecordId::IndexFp4:
-            return f(RecordTag<RecordId::IndexFp4>{});
-        case RecordId::MixedFp8:
-            return f(RecordTag<RecordId::MixedFp8>{});
-        default:
-            return f(RecordTag<RecordId::IndexFp8>{});
-    }
-}
-
 }  // namespace flash_csa::sm90
