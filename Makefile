@@ -1,7 +1,8 @@
 # make demo   environment, build, main job          make test   environment, build, tests
 # make lint   formatting and static checks          make clean  removes what these made
 # make gpu    gpu-test and gpu-bench, on an H100 or H200
-# make mutants  the tests, asked to notice one fault after the other (tests/mutants); hours
+# make mutants  the tests, asked to notice one fault after the other (tests/mutants); an hour
+# make gpu-mutants  the same for faults of kernels
 #
 # The active environment is used if its PyTorch is new enough; otherwise .venv is made and PyTorch
 # installed there. TORCH_INDEX=URL takes PyTorch from another package index (a CPU-only one, say).
@@ -11,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test mutants lint build clean gpu gpu-test gpu-bench gpu-library
+.PHONY: demo test mutants lint build clean gpu gpu-test gpu-bench gpu-library gpu-mutants
 
 PYTHON ?= python3
 TORCH := torch>=2.11,<2.14
@@ -75,6 +76,9 @@ gpu-test: gpu-library
 
 gpu-bench: gpu-library
 	$(PYTHON) -m bench.run --budget 420 $(ARGS)
+
+gpu-mutants:
+	$(PYTHON) tests/mutants/run.py --device cuda --jobs 8 --timeout 120 $(ARGS)
 
 gpu-library:
 ifdef FLASH_CSA_PREBUILT

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from mutants.mutant import patched
-from mutants.mutants import MUTANTS, STAGES
+from mutants.mutants import CUDA_STAGES, LISTS, MUTANTS, STAGES
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
+EVERY = [mutant for mutants in LISTS.values() for mutant in mutants]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.number}-{m.name.replace(' ', '-')}")
+@pytest.mark.parametrize("mutant", EVERY, ids=lambda m: f"{m.number}-{m.name.replace(' ', '-')}")
 def test_patch_applies_once(mutant):
     text = (CSRC / mutant.file).read_text()
     assert patched(text, mutant) != text
@@ -25,9 +26,18 @@ def test_enough_of_every_stage():
 
 
 def test_numbers_and_names_are_unique():
-    assert max(Counter(m.number for m in MUTANTS).values()) == 1
-    assert max(Counter((m.stage, m.name) for m in MUTANTS).values()) == 1
+    assert max(Counter(m.number for m in EVERY).values()) == 1
+    for name, mutants in LISTS.items():
+        assert max(Counter((m.stage, m.name) for m in mutants).values()) == 1, name
     assert all(m.number // 100 == STAGES.index(m.stage) + 1 for m in MUTANTS)
+
+
+def test_lists_of_cuda_stages():
+    for name in LISTS.keys() - {"cpu"}:
+        stage = name.removeprefix("cuda_")
+        for mutant in LISTS[name]:
+            assert (mutant.stage, mutant.file[:5]) == (stage, "sm90/"), mutant.number
+            assert mutant.number // 100 == CUDA_STAGES.index(stage) + 11
 
 
 def test_a_library_for_use_has_no_fault():

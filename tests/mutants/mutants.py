@@ -1,10 +1,10 @@
-"""The faults that tests must notice, all but CASE_MUTANTS chosen without a look at the
-tests.
+"""The faults that tests must notice; all but CASE_MUTANTS were chosen without a look at the tests.
 
 Sources of a release hold no trace of them: `FCSA_MUTATE=n python setup.py build_ext -b DIR/python`
 builds a copy of csrc with fault n, and `make mutants` does so for each.
 """
 
+from importlib import import_module
 from pathlib import Path
 
 from mutants.list_cases import CASE_MUTANTS
@@ -14,12 +14,18 @@ from mutants.list_rows import ROW_MUTANTS
 from mutants.mutant import Mutant, patched, replace_once
 
 STAGES = ("codec", "causal", "compressor", "scores", "select", "pool", "attend", "step", "merge")
+CUDA_STAGES = ("store", "step", "compress", "index", "select", "attend")
 MUTANTS: tuple[Mutant, ...] = (
     *RECORD_MUTANTS,
     *INDEX_MUTANTS,
     *ROW_MUTANTS,
     *CASE_MUTANTS,
 )
+# By the name of the list and of its kills: those of the CPU back end, and each CUDA stage's own.
+LISTS: dict[str, tuple[Mutant, ...]] = {"cpu": MUTANTS} | {
+    path.stem.removeprefix("list_"): import_module(f"mutants.{path.stem}").MUTANTS
+    for path in sorted(Path(__file__).parent.glob("list_cuda_*.py"))
+}
 
 
 def mutated_copy(number: int, csrc: Path, out: Path) -> Path:
@@ -29,7 +35,7 @@ def mutated_copy(number: int, csrc: Path, out: Path) -> Path:
     the two faults touch and nothing else.
     """
     texts = {p.relative_to(csrc): p.read_text() for p in csrc.rglob("*") if p.is_file()}
-    for mutant in MUTANTS:
+    for mutant in (mutant for mutants in LISTS.values() for mutant in mutants):
         if mutant.number == number:
             file, module = Path(mutant.file), Path("ops/module.cpp")
             texts[file] = patched(texts[file], mutant)

@@ -4,7 +4,7 @@ A test that fails by anything else (an error raised by an op, say) shows that so
 not that the test would notice it; the run goes on and the next tests are asked. Environment:
 MUTANT_LOG names a file of JSON lines: a test that starts, and how it failed. Tests that an earlier
 run has started are left out, so a run can be taken up behind a crash. MUTANT_CASE: only tests of
-this case from the field.
+this case from the field. MUTANT: the package's folder and the fault that it must have.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 
 LOG = Path(os.environ["MUTANT_LOG"])
 CASE = os.environ.get("MUTANT_CASE", "")
@@ -42,6 +43,11 @@ def cases(item: pytest.Item) -> list[str]:
 
 def pytest_configure(config):
     hypothesis.settings.load_profile("mutants")
+    import flash_csa
+
+    found = f"{Path(flash_csa.__file__).parent} {flash_csa._C.MUTANT}"
+    if found != os.environ["MUTANT"]:
+        raise pytest.UsageError(f"tests would import {found}")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -51,6 +57,16 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_logstart(nodeid, location):
     write(start=nodeid)
+
+
+def device_is_lost() -> bool:
+    """After a kernel has crashed, every call to CUDA of its process fails."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return True
+    return False
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,4 +82,6 @@ def pytest_runtest_makereport(item, call):
         write(failed=item.nodeid, asserted=asserted, message=text, cases=cases(item))
         if asserted:
             item.session.shouldstop = "an assertion failed"
+        elif device_is_lost():
+            item.session.shouldstop = "no kernel runs in this process any more"
     return report

@@ -1,0 +1,75 @@
+"""Which test notices which fault: kills/*.json, one file a list, and docs/mutants.md."""
+
+import json
+from pathlib import Path
+
+from mutants.mutant import Mutant
+from mutants.mutants import CUDA_STAGES, LISTS
+
+KILLS = Path(__file__).parent / "kills"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "mutants.md"
+HEADING = """\
+# Faults that tests notice
+
+`make mutants` builds the library with one of these faults at a time and runs the tests until an
+assertion fails; `make gpu-mutants` does so for faults of CUDA kernels. A crash, a timeout or an
+unexpected error does not count. `tests/mutants` holds the patches. Those of `list_cases.py` and
+116 were chosen with the tests in view, the others of the CPU back end without.
+Written by `tests/mutants/run.py`.
+"""
+
+
+def read_kills(name: str) -> dict[str, dict]:
+    """By the mutant's number: test, message and cases of the kill that a run has shown."""
+    path = KILLS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def short(message: str, width: int = 100) -> str:
+    """First line of an assertion message."""
+    line = message.strip().partition("\n")[0].removeprefix("AssertionError: ")
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def table(mutants: tuple[Mutant, ...], kills: dict[str, dict]) -> list[str]:
+    if not mutants:
+        return ["None yet."]
+    cell = lambda text: text.replace("|", "\\|").replace("<", "&lt;")  # noqa: E731
+    killed = sum(str(m.number) in kills for m in mutants)
+    rows = [f"{len(mutants)} faults, {killed} noticed.", ""]
+    rows += ["| | stage | fault | noticed by | case |", "| --- | --- | --- | --- | --- |"]
+    for m in mutants:
+        kill = kills.get(str(m.number), {})
+        test = f"`{kill['test'].removeprefix('tests/')}`" if kill else "nothing"
+        fault = f"**{m.name}** (`{m.file}`): {m.fault}"
+        noticed = f"{test}: {cell(kill.get('message', ''))}"
+        rows.append(f"| {m.number} | {m.stage} | {cell(fault)} | {noticed} | {m.case or ''} |")
+    return rows
+
+
+def document() -> str:
+    """docs/mutants.md. Every CUDA stage has its heading, so that lists grow independently."""
+    lines = [HEADING]
+    for name in ("cpu", *(f"cuda_{stage}" for stage in CUDA_STAGES)):
+        title = "CPU" if name == "cpu" else f"CUDA: {name.removeprefix('cuda_')}"
+        lines += [f"## {title}", "", *table(LISTS.get(name, ()), read_kills(name)), ""]
+    return "\n".join(lines)
+
+
+def record(name: str, results: dict[str, dict]) -> None:
+    """Brings the kills of a list and the document up to date with new results."""
+    kills = read_kills(name)
+    for number, result in results.items():
+        kills.pop(number, None)
+        if result["outcome"] == "killed":
+            message = short(result["message"])
+            kills[number] = {
+                "test": result["test"],
+                "message": message,
+                "cases": result["cases"],
+            }
+    numbers = [str(m.number) for m in LISTS[name]]
+    ordered = {number: kills[number] for number in numbers if number in kills}
+    KILLS.mkdir(exist_ok=True)
+    (KILLS / f"{name}.json").write_text(json.dumps(ordered, indent=1) + "\n")
+    DOC.write_text(document())
