@@ -181,18 +181,17 @@ def is_fine(mutant: Mutant, result: dict) -> bool:
 
 
 def chosen(only: str, device: str) -> dict[Mutant, str]:
-    """Mutants by number or stage, comma-separated, and their lists; all if empty. 0: control."""
-    words = set(filter(None, only.split(",")))
+    """Mutants by number or stage, comma-separated and in that order, and their lists; all if empty.
+    The control is number 0."""
     own = {m: name for name, mutants in LISTS.items() for m in mutants if name[:3] == device[:3]}
-    known = {str(m.number) for m in own} | {m.stage for m in own} | {"0"}
-    if words - known:
-        raise SystemExit(f"--only: no number or stage {', '.join(sorted(words - known))}")
     every = {CONTROL: "control", **own}
-    return {
-        m: name
-        for m, name in every.items()
-        if not words or str(m.number) in words or m.stage in words
-    }
+    picked = {}
+    for word in filter(None, only.split(",")):
+        meant = [m for m in every if word in (str(m.number), m.stage)]
+        if not meant:
+            raise SystemExit(f"--only: no number or stage {word}")
+        picked |= {m: every[m] for m in meant}
+    return picked or every
 
 
 def result_table(mutants: dict[Mutant, str], results: dict[str, dict]) -> Table:
