@@ -66,6 +66,7 @@ def test_latents_are_those_of_the_reference(kind, device):
     assert (got != want).float().mean() <= 5e-4
 
 
+@pytest.mark.case("CPU equals GPU")
 @pytest.mark.case("Round to bf16 before quantising")
 def test_every_border_rounds(device):
     """Ratio 1, where each step of the unfused chain has one FP32 result: byte for byte."""

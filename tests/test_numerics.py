@@ -465,6 +465,7 @@ def exact_sum_squares(row: np.ndarray) -> float:
     return lanes[0]
 
 
+@pytest.mark.case("CPU equals GPU")
 @pytest.mark.parametrize("width", [128, 512])
 def test_sum_of_squares_and_norm(width: int) -> None:
     rng = np.random.default_rng(5)

@@ -87,6 +87,7 @@ def exact_score(
     return fl32(Fraction(low) + Fraction(high))
 
 
+@pytest.mark.case("CPU equals GPU")
 @pytest.mark.parametrize("heads", [8, 32, 64])
 def test_score_bits(heads: int) -> None:
     rng = np.random.default_rng(heads)
