@@ -1,0 +1,86 @@
+// FP4 index codes as E4M3 operands of the tensor cores, in registers and in shared memory.
+//
+// A group of 32 codes is four words of 16 bytes. Of each word, the even codes become one word of
+// four E4M3 bytes and the odd codes another; the even words of a group are K 0..15 of an MMA step,
+// the odd ones K 16..31. Keys and queries share that order, so no dot depends on it.
+#pragma once
+
+#include <cstdint>
+
+#include "core/scoring.h"
+
+namespace flash_csa::sm90 {
+
+// E2M1 bits s eem put into E4M3 as s00eem00 are the value times 2^-6, subnormals and zeros too.
+constexpr int kPlacedExponent = -6;
+
+struct PlacedWord {
+    uint32_t even, odd;
+};
+
+__device__ __forceinline__ PlacedWord place_codes(uint32_t codes) {
+    PlacedWord out;
+    out.even = ((codes << 2) & 0x1c1c1c1cu) | ((codes << 4) & 0x80808080u);
+    out.odd = ((codes >> 2) & 0x1c1c1c1cu) | (codes & 0x80808080u);
+    return out;
+}
+
+// E4M3 of four E2M1 magnitudes (one in the low 3 bits of each byte) times 2^fold: a table of bytes,
+// zero stays zero, the others are normal for -5 <= fold <= 6.
+__device__ __forceinline__ uint32_t fold_magnitudes(uint32_t magnitudes, int32_t fold) {
+    const uint32_t low = 0x3c383000u + fold * 0x08080800u;   // 1.5, 1, 0.5, 0
+    const uint32_t high = 0x4c484440u + fold * 0x08080808u;  // 6, 4, 3, 2
+    const uint32_t pairs = magnitudes | magnitudes >> 4;
+    return __byte_perm(low, high, __byte_perm(pairs, 0, 0x4420));
+}
+
+__device__ __forceinline__ PlacedWord fold_codes(uint32_t codes, int32_t fold) {
+    PlacedWord out;
+    out.even = fold_magnitudes(codes & 0x07070707u, fold) | ((codes << 4) & 0x80808080u);
+    out.odd = fold_magnitudes(codes >> 4 & 0x07070707u, fold) | (codes & 0x80808080u);
+    return out;
+}
+
+constexpr int32_t kMinFold = -5, kMaxFold = 6;  // 0.5 * 2^-5 is normal, 6 * 2^6 finite
+
+__device__ __forceinline__ int32_t scale_byte(uint32_t word, int group) {
+    return static_cast<int32_t>(word >> (8 * group) & 0xffu);
+}
+
+struct ByteRange {
+    int32_t low, high;
+};
+
+__device__ __forceinline__ ByteRange scale_range(uint32_t word) {
+    const int32_t a = scale_byte(word, 0), b = scale_byte(word, 1);
+    const int32_t c = scale_byte(word, 2), d = scale_byte(word, 3);
+    return {min(min(a, b), min(c, d)), max(max(a, b), max(c, d))};
+}
+
+// Exponents within these bounds lose no bit in any order of powers of two: the factors of a score
+// may then be moved between its terms. 127 is the bias.
+constexpr int32_t kPlainExponent = 20;
+constexpr uint32_t kUnitScales = 0x7f7f7f7fu;
+
+__device__ __forceinline__ bool is_plain(ByteRange scales) {
+    return scales.low >= 127 - kPlainExponent && scales.high <= 127 + kPlainExponent;
+}
+
+// True for weights that may take a power of two within 2 * kPlainExponent.
+__device__ __forceinline__ bool is_plain(float weight) {
+    const float size = fabsf(weight);
+    return size == 0.0f || !(size < 0x1p-40f) && !(size > 0x1p40f && size < bits_float(kInfBits));
+}
+
+// 2^(byte - 127) for 1 <= byte <= 254.
+__device__ __forceinline__ float power_of_two(int32_t byte) {
+    return __uint_as_float(static_cast<uint32_t>(byte) << 23);
+}
+
+// How far the exponents of a query head are folded into its codes: the largest becomes kMaxFold.
+__device__ __forceinline__ int32_t head_fold(uint32_t scales, ByteRange range, int group) {
+    const bool folds = range.high - range.low <= kMaxFold - kMinFold;
+    return folds ? scale_byte(scales, group) - range.high + kMaxFold : 0;
+}
+
+}  // namespace flash_csa::sm90

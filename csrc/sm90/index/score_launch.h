@@ -1,0 +1,59 @@
+// Host side of the score kernels: which shapes they take, and one launch.
+#pragma once
+
+#include <algorithm>
+
+#include "sm90/common/launch.h"
+#include "sm90/index/score_tile.cuh"
+
+namespace flash_csa::sm90 {
+
+constexpr int kConsumerGroups = 3;         // 448 threads of up to 144 registers
+constexpr int32_t kDecodeRows = 8;         // of a request; more is prefill
+constexpr int32_t kQueryTile = 128 << 10;  // bytes of query codes: the ring keeps 8 stages
+constexpr int32_t kMaxStages = 16;         // 139 KB of keys on their way
+
+// FP4 keys and queries of all entries; page sizes that are powers of two, so that a page holds
+// whole pieces of a run.
+inline bool takes_tiles(const IndexScoresParams& p) {
+    const int32_t size = p.index.page_size;
+    return p.index.record == RecordId::IndexFp4 && p.query.scales_ue8m0 && !p.pool.blocks &&
+           size >= 8 && size <= kMaxPageSize && (size & (size - 1)) == 0;
+}
+
+inline ScorePlan plan_scores(const IndexScoresParams& p, int32_t heads_of_mma) {
+    ScorePlan plan;
+    plan.padded_heads = (p.query.heads + heads_of_mma - 1) / heads_of_mma * heads_of_mma;
+    const int32_t fit = kQueryTile / (plan.padded_heads * kQueryBytes);
+    plan.max_rows = std::max(1, std::min({p.batch.max_rows, fit, p.batch.rows}));
+    plan.num_stages = kMaxStages;
+    return plan;
+}
+
+template <int kHeads, class Sink>
+cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::Params& sink,
+                               cudaStream_t stream) {
+    using Config = ScoreConfig<kHeads, kConsumerGroups, Sink>;
+    ScorePlan plan = plan_scores(p, kHeads);
+    while (ScoreShared<Config>(nullptr, plan).bytes > kSmemOptIn) --plan.num_stages;
+    int device = 0, sms = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) {
+        error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (error != cudaSuccess) return error;
+    return launch(score_kernel<Config>, dim3(sms), Config::kThreads,
+                  ScoreShared<Config>(nullptr, plan).bytes, stream, p, plan, sink);
+}
+
+// Scores of every visible entry, handed to a sink (score_tile.cuh). takes_tiles(p) holds.
+template <class Sink>
+cudaError_t score_tiles(const IndexScoresParams& p, const typename Sink::Params& sink,
+                        cudaStream_t stream) {
+    if (p.batch.rows == 0) return cudaSuccess;
+    if (p.query.heads <= 8) return launch_score_tiles<8, Sink>(p, sink, stream);
+    if (p.query.heads <= 16) return launch_score_tiles<16, Sink>(p, sink, stream);
+    return launch_score_tiles<32, Sink>(p, sink, stream);
+}
+
+}  // namespace flash_csa::sm90
