@@ -381,6 +381,18 @@ def test_wrong_values(name, scene):
             lambda a: {"query_scales": a["query_scales"].float()},
             "query.codes must have 128 bytes a head with float32 scales, got 64",
         ),
+        *(
+            (
+                f"{op}-{kind}",
+                lambda a: {"pool_blocks": a["pool_blocks"][:, :0]},
+                "pool.blocks columns must be in [1, 1048576], got 0",
+            )
+            for op, kind in (
+                ("index_scores", "pool"),
+                ("index_select", "restrict"),
+                ("select", "restrict"),
+            )
+        ),
         ("select-build", lambda a: {"k": 0}, "k must be in [1, 65536], got 0"),
         (
             "select-build",

@@ -221,6 +221,14 @@ def test_partials_fit_the_workspace(heads, num_sms):
         assert sections[4].num_partials * heads * 513 * 4 <= room - flash_csa.SYNC_BYTES
 
 
+@pytest.mark.parametrize("op", ["attend", "select", "index_select"])
+def test_default_workspace_has_room_for_every_sm(op, device):
+    bounds = {"heads": 8, "k": 512, "max_entries": 4096}
+    num_sms = flash_csa.default_num_sms(device) if device.type == "cuda" else 1
+    needed = flash_csa.workspace_bytes(op, max_rows=1, num_sms=num_sms, **bounds)
+    assert flash_csa.workspace(op, device=device, **bounds).numel() == needed
+
+
 @pytest.mark.case("Batch invariance")
 def test_batch_invariant_rows_stay_whole(device):
     batch = flash_csa.Batch.decode([100000, 3, 5000, 70000, 8])

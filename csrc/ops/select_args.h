@@ -9,6 +9,7 @@
 namespace flash_csa::ops {
 
 inline constexpr int64_t kMaxTopK = 1 << 16;
+inline constexpr int64_t kMaxPoolBlocks = 1 << 20;
 inline constexpr int64_t kMaxIndexHeads = 128;
 
 inline void check_ratio(const Check& check, int64_t ratio) {
@@ -21,6 +22,7 @@ inline PoolView pool_view(Check& check, const OptTensor& blocks, const OptTensor
     check.require(blocks.has_value() == counts.has_value(),
                   "pool.blocks and pool.counts must come together, got one of them");
     if (!blocks.has_value()) return {};
+    check.in_range("pool.blocks columns", blocks->size(1), 1, kMaxPoolBlocks);
     return {matrix<const int32_t>(blocks), ptr<const int32_t>(counts),
             static_cast<int32_t>(blocks->size(1))};
 }
@@ -44,7 +46,7 @@ inline PoolOut pool_out(Check& check, const OptTensor& blocks, const OptTensor& 
         blocks.has_value() == counts.has_value() && (blocks.has_value() || !scores.has_value()),
         "pool_out.blocks and pool_out.counts must come together, got one of them");
     if (!blocks.has_value()) return {};
-    check.in_range("pool_blocks", blocks->size(1), 1, int64_t{1} << 20);
+    check.in_range("pool_blocks", blocks->size(1), 1, kMaxPoolBlocks);
     return {matrix<int32_t>(blocks), ptr<int32_t>(counts), matrix<float>(scores),
             static_cast<int32_t>(blocks->size(1))};
 }

@@ -69,8 +69,11 @@ def workspace_bytes(
 def workspace(op: str, *, device: torch.device | str = "cpu", **bounds: int) -> torch.Tensor:
     """A workspace, u8. One per stream, shared by all ops (take the largest).
 
-    The counters are zero, the scratch behind them is not touched.
+    The counters are zero, the scratch behind them is not touched. num_sms defaults to a GPU's own;
+    the CPU's ops use no scratch.
     """
+    if torch.device(device).type == "cuda":
+        bounds = {"num_sms": default_num_sms(device), **bounds}
     size = workspace_bytes(op, **{"max_rows": 1, **bounds})
     space = torch.empty(size, dtype=torch.uint8, device=device)
     space[:SYNC_BYTES].zero_()

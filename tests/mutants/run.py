@@ -37,8 +37,11 @@ from mutants.mutants import LISTS  # noqa: E402
 
 CONTROL = Mutant(0, "control", "no fault", "", "", "", "the tests as they are")
 LEFT_OUT = ("build", "dist", "csrc", "*.so", "*.egg-info", "__pycache__", ".*")
-UNRELATED = (  # to the faults: whether sources have none, and whether they compile
+UNRELATED = (  # to the faults: what judges sources and documents, and whether these compile
     "tests/test_mutants.py",
+    "tests/test_architecture.py",
+    "tests/test_cases.py",
+    "tests/test_readme.py",
     "tests/test_packaging.py",  # judges folders, which a mutant's tree has of its own
     "tests/core/test_core.py::test_header_compiles_alone",
 )
@@ -49,7 +52,7 @@ STAGE_TESTS = {  # asked first; those of a CUDA stage have its name
     "scores": ("test_scoring.py", "test_index.py", "test_store.py"),
     "select": ("test_select.py", "test_scoring.py"),
     "pool": ("test_pool.py", "test_select.py"),
-    "attend": ("test_attend.py",),
+    "attend": ("test_attend.py", "test_attend_repeats.py"),
     "step": ("test_step.py", "test_schedule.py", "test_store.py"),
     "merge": ("test_merge.py", "test_pool.py"),
 }

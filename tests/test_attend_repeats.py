@@ -1,0 +1,72 @@
+"""attend gives the same bits again: in reruns, beside any rows, on any threads, at any level."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attend_data import assert_close, random_case, run, same
+from flash_csa import _C
+from reference_data import same_bits
+
+
+@pytest.mark.case("Self-consistency")
+def test_reruns(device):
+    case = random_case(heads=5, lengths=[250] * 129, window_lengths=[100] * 129, entries=410)
+    first = run(case, device)
+    for _ in range(20):
+        assert same(run(case, device), first)
+
+
+@pytest.mark.case("Batch invariance")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_mates(batch_invariant, device):
+    case = random_case(heads=3, lengths=[233, *torch.randint(0, 250, (127,)).tolist()],
+                       window_lengths=[128] * 128)  # fmt: skip
+    options = {"batch_invariant": batch_invariant, "dtype": torch.bfloat16}
+    alone, lse = run(case.rows(slice(0, 1)), device, **options)
+    for rows in (2, 32, 128):
+        out, lses = run(case.rows(slice(0, rows)), device, **options)
+        if batch_invariant or device.type == "cpu":
+            assert torch.equal(out[:1], alone) and torch.equal(lses[:1], lse)
+        assert ((out[:1] - alone).abs().float() <= 2.0**-7 * alone.abs().float() + 1e-6).all()
+    order = torch.randperm(128)
+    assert same(run(case.rows(order), **options), [x[order] for x in run(case, **options)])
+
+
+def test_threads_do_not_matter():
+    """Heads of one row may be cut between threads, rows between heads."""
+    before = torch.get_num_threads()
+    for rows, heads in ((1, 64), (3, 100), (9, 64)):
+        case = random_case(heads=heads, lengths=[200] * rows, window_lengths=[50] * rows)
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run(case))
+        torch.set_num_threads(before)
+        assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+@pytest.mark.parametrize("records", [("MainFp4", "WindowFp8"), ("MixedFp8", "MixedFp8")])
+@pytest.mark.parametrize("heads", [3, 33, 70])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_levels_agree(records, heads, size, cpu_level):
+    case = random_case(heads=heads, lengths=[90, 5], window_lengths=[20, 5],
+                       main=(records[0], 16), window=(records[1], 16))  # fmt: skip
+    case = replace(case, q=(case.q * size).bfloat16())  # 30: weights underflow
+    for dtype in (torch.float32, torch.bfloat16):
+        _C.set_cpu_level(cpu_level)
+        at_level = run(case, dtype=dtype)
+        assert_close(case, *at_level)
+        _C.set_cpu_level("baseline")
+        assert same(run(case, dtype=dtype), at_level)
+
+
+@pytest.mark.parametrize("record", ["WindowFp8", "MixedFp8"])
+def test_levels_agree_on_any_bytes(record, cpu_level):
+    """Scales from 2^-127 to NaN; where a result is NaN, its bits are the same too."""
+    case = random_case(heads=16, main=(record, 16), window=None, entries=60)
+    case.main.data.random_(0, 256)
+    at_level = run(case, dtype=torch.bfloat16)
+    _C.set_cpu_level("baseline")
+    assert all(map(same_bits, run(case, dtype=torch.bfloat16), at_level))
