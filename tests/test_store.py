@@ -439,12 +439,17 @@ def test_only_rotated_dims_of_q_move(device):
     assert (buffer == POISON).all()  # slot -1 skips only the store
 
 
+@pytest.mark.case("Padded query rows")
 @pytest.mark.parametrize("eps", [None, 1e-6])
-def test_padded_rows_are_left_alone(eps, device):
+@pytest.mark.parametrize("far", [False, True])
+def test_padded_rows_are_left_alone(far, eps, device):
     """Position -1, or one without a row in the table: neither q nor a page changes."""
     q, kv, positions, slots, table = rope_case(12, 2)
     padded = torch.tensor([3, 4, 9, 11])
-    positions[padded] = torch.tensor([-1, len(table), 2**31 - 1, -(2**31)], dtype=torch.int32)
+    beyond = [2**31 - 1, -(2**31)] if far else [-1, len(table)]
+    positions[padded] = torch.tensor([-1, len(table), *beyond], dtype=torch.int32)
+    around = torch.ones(len(table) + 2, 64, device=device)  # a row in front and one behind
+    around[1:-1] = table
     kv[padded] = torch.nan
     q[padded] = torch.nan
     pages, buffer = guarded_pages(17, "WindowFp8", 1, device=device)
@@ -459,7 +464,7 @@ def test_padded_rows_are_left_alone(eps, device):
         pages,
         slots.to(device),
         positions.to(device),
-        table.to(device),
+        around[1:-1],
         q_norm_eps=eps,
     )
     assert torch.equal(buffer.cpu(), want)
