@@ -12,7 +12,7 @@ import torch
 from . import ours, provenance
 from .cases import PAGE, WORKING_SET, Case
 from .inputs import Inputs
-from .peers import Peers
+from .peers import COOPERATIVE_ROWS, Peers
 from .results import KEYS, Row
 from .timing import (
     FEW_SAMPLES,
@@ -127,9 +127,7 @@ class Bench:
         if median_us < cost.nbytes / self.ceilings.peak * 1e6:
             raise BelowFloor(f"{median_us:.2f} us for {cost.nbytes} bytes is below the byte floor")
         peer_us = statistics.median(taken[1]) if peer_graph else None
-        off = peer_us / case.peer_us - 1 if peer_us and case.peer_us else 0.0
-        if abs(off) > PEER_TOLERANCE:
-            notes.append(f"peer {off:+.0%} off its recorded {case.peer_us} us")
+        notes += peer_notes(case, peer, peer_us)
         ceiling, floor_us = self.ceilings.binding(case)
         row = self._row(
             case,
@@ -205,6 +203,19 @@ class Bench:
         row["gbps"] = row["bytes"] / us / 1e3
         row["tflops"] = row["flops"] / us / 1e6
         return row
+
+
+def peer_notes(case: Case, peer: str, us: float | None) -> list[str]:
+    """That a peer's time is far from its recorded one, and why where that is known."""
+    off = us / case.peer_us - 1 if us and case.peer_us else 0.0
+    if abs(off) <= PEER_TOLERANCE:
+        return []
+    note = f"peer {off:+.0%} off its recorded {case.peer_us} us"
+    if case.kind == "index_select":
+        recorded = "cooperative_topk" if case["rows"] <= COOPERATIVE_ROWS else "persistent_topk"
+        if not peer.endswith(recorded):
+            note += f", which is with {recorded}; {peer.split()[-1]} is faster here"
+    return [note]
 
 
 def _affordable(case: Case, count: int, one_us: float) -> int:

@@ -33,7 +33,7 @@ from .ours import Call, Work
 SCALE = HEAD_DIM**-0.5
 MIN_HEADS = 64  # of the decode kernel and of the fused store: fewer are padded
 TOPK_WORKSPACE = 1 << 20
-COOPERATIVE_ROWS = 64
+COOPERATIVE_ROWS = 64  # at most, of vLLM's cooperative top-k
 STORE_PAGE = 32
 RING = 8  # positions of the compressor's state per request
 FILES = (

@@ -146,6 +146,18 @@ def bench(monkeypatch):
     return made
 
 
+def test_notes_about_a_peer():
+    case, name = CASES["index_select.1x1048576"], "DeepGEMM FP8 paged + {}"
+    assert measure.peer_notes(case, name.format("cooperative_topk"), 82.0) == []
+    far = "peer -19% off its recorded 80.1 us"
+    assert measure.peer_notes(case, name.format("cooperative_topk"), 65.0) == [far]
+    why = ", which is with cooperative_topk; persistent_topk is faster here"
+    assert measure.peer_notes(case, name.format("persistent_topk"), 65.0) == [far + why]
+    assert measure.peer_notes(CASES["compress.r2.decode64"], "vLLM", 23.0) == [
+        "peer +100% off its recorded 11.5 us"
+    ]
+
+
 def test_a_row(bench, tmp_path):
     case = CASES["attend.decode.h8.b1"].small()
     row = bench.measure(case)
