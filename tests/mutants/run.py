@@ -4,8 +4,8 @@ usage: make mutants [ARGS="--only 101,scores --jobs 2 --fresh"]      make gpu-mu
 
 Each worker has a tree of its own under build/mutants: this checkout with a patched csrc. There one
 fault after the other is built and the tests run until the first assertion fails: first the one
-that failed last time (kills/*.json), then those of the case from the field that the fault repeats,
-those of its stage, and all others. Only a failed assertion is a kill; a crash, a timeout or an
+that failed last time (kills/*.json; one of the case from the field, if the fault repeats any), then
+those of the case, those of the fault's stage, and all others. Only a failed assertion is a kill; a crash, a timeout or an
 error that a test does not expect is none. Number 0 is the control: no fault, and no test may fail.
 """
 
@@ -168,7 +168,8 @@ def rounds_of(mutant: Mutant, last: dict, device: str) -> list[tuple[list[str], 
         spread = importlib.util.find_spec("xdist") is not None
         return [([*every, *(["-n", "4"] if spread else [])], ""), (["tests/core"], "")]
     rounds = []
-    if (ROOT / last.get("test", "?").split("::")[0]).exists():
+    told = mutant.case is None or mutant.case in last.get("cases", ())
+    if told and (ROOT / last.get("test", "?").split("::")[0]).exists():
         rounds.append(([last["test"]], ""))
     if mutant.case:
         rounds.append((every, mutant.case))
