@@ -5,8 +5,9 @@ usage: make mutants [ARGS="--only 101,scores --jobs 2 --fresh"]      make gpu-mu
 Each worker has a tree of its own under build/mutants: this checkout with a patched csrc. There one
 fault after the other is built and the tests run until the first assertion fails: first the one
 that failed last time (kills/*.json; one of the case from the field, if the fault repeats any), then
-those of the case, those of the fault's stage, and all others. Only a failed assertion is a kill; a crash, a timeout or an
-error that a test does not expect is none. Number 0 is the control: no fault, and no test may fail.
+those of the case, those of the fault's stage, and all others. Only a failed assertion is a kill; a
+crash, a timeout or an error that a test does not expect is none. Number 0 is the control: no fault,
+and no test may fail.
 """
 
 import argparse
