@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from mutants.mutant import Mutant
-from mutants.mutants import CUDA_STAGES, LISTS
+from mutants.mutants import CUDA_STAGES, LISTS, cuda_lists
 
 KILLS = Path(__file__).parent / "kills"
 DOC = Path(__file__).resolve().parents[2] / "docs" / "mutants.md"
@@ -40,9 +40,10 @@ def table(mutants: tuple[Mutant, ...], kills: dict[str, dict]) -> list[str]:
     rows += ["| | stage | fault | noticed by | case |", "| --- | --- | --- | --- | --- |"]
     for m in mutants:
         kill = kills.get(str(m.number), {})
-        test = f"`{kill['test'].removeprefix('tests/')}`" if kill else "nothing"
         fault = f"**{m.name}** (`{m.file}`): {m.fault}"
-        noticed = f"{test}: {cell(kill.get('message', ''))}"
+        noticed = "nothing"
+        if kill:
+            noticed = f"`{kill['test'].removeprefix('tests/')}`: {cell(kill['message'])}"
         rows.append(f"| {m.number} | {m.stage} | {cell(fault)} | {noticed} | {m.case or ''} |")
     return rows
 
@@ -50,9 +51,11 @@ def table(mutants: tuple[Mutant, ...], kills: dict[str, dict]) -> list[str]:
 def document() -> str:
     """docs/mutants.md. Every CUDA stage has its heading, so that lists grow independently."""
     lines = [HEADING]
-    for name in ("cpu", *(f"cuda_{stage}" for stage in CUDA_STAGES)):
-        title = "CPU" if name == "cpu" else f"CUDA: {name.removeprefix('cuda_')}"
-        lines += [f"## {title}", "", *table(LISTS.get(name, ()), read_kills(name)), ""]
+    titles = {"CPU": ["cpu"]} | {f"CUDA: {stage}": cuda_lists(stage) for stage in CUDA_STAGES}
+    for title, names in titles.items():
+        mutants = tuple(mutant for name in names for mutant in LISTS[name])
+        kills = {number: kill for name in names for number, kill in read_kills(name).items()}
+        lines += [f"## {title}", "", *table(mutants, kills), ""]
     return "\n".join(lines)
 
 

@@ -1,14 +1,15 @@
 """What a mutant is: an exact patch of one file of csrc.
 
-Faults of a CUDA stage go into list_cuda_<stage>.py, a tuple MUTANTS; <stage> is a folder of
-csrc/sm90. Nothing else names the file. Numbers: 1101.. for store, 1201.. step, 1301.. compress,
-1401.. index, 1501.. select, 1601.. attend (CUDA_STAGES in mutants.py). On a machine with a GPU
+Faults of a CUDA stage go into list_cuda_<stage>.py, or list_cuda_<stage>_<part>.py, as a tuple
+MUTANTS; <stage> is a folder of csrc/sm90. Nothing else names the file. Numbers: 1101.. for store,
+1201.. step, 1301.. compress, 1401.. index, 1501.. select, 1601.. attend (CUDA_STAGES in
+mutants.py). On a machine with a GPU
 
     make gpu-mutants ARGS="--only attend"        or: --only 1601,1602; --jobs 8; --timeout 60
 
 builds the library once, then for each fault what reads the patched file, and asks the stage's tests
 (tests/test_<stage>*.py, then test_cuda_equals_cpu.py, then all) with --device=cuda. Only a failed
-assertion is a kill: a crash, a hang or a CUDA error is none. It writes kills/cuda_<stage>.json
+assertion is a kill: a crash, a hang or a CUDA error is none. It writes kills/cuda_<stage>...json
 and docs/mutants.md, to be committed with the list; test_mutants.py compares the three
 (`python tests/mutants/run.py --render` writes the document anew after a merge).
 """

@@ -28,6 +28,11 @@ LISTS: dict[str, tuple[Mutant, ...]] = {"cpu": MUTANTS} | {
 }
 
 
+def cuda_lists(stage: str) -> list[str]:
+    """Names of its lists: cuda_<stage>, or cuda_<stage>_<part>."""
+    return [name for name in LISTS if name.split("_")[1:2] == [stage]]
+
+
 def mutated_copy(number: int, csrc: Path, out: Path) -> Path:
     """Makes `out` a copy of csrc with fault `number` (0: none), which `_C.MUTANT` then names.
 

@@ -162,20 +162,28 @@ def stage_tests(mutant: Mutant, device: str) -> list[str]:
     return [f"tests/{path.name}" for path in own] + ["tests/test_cuda_equals_cpu.py"]
 
 
+def case_tests(mutant: Mutant) -> list[str]:
+    """Files with tests of the case that the fault repeats."""
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    mark = f'case("{mutant.case}")'
+    return [f"tests/{file.name}" for file in files if mark in file.read_text()]
+
+
 def rounds_of(mutant: Mutant, last: dict, device: str) -> list[tuple[list[str], str]]:
     """Arguments for pytest and a case, one round after the other."""
     every = ["tests", "--ignore=tests/core"]  # that folder compiles for minutes
     if mutant is CONTROL:
         spread = importlib.util.find_spec("xdist") is not None
-        return [([*every, *(["-n", "4"] if spread else [])], ""), (["tests/core"], "")]
-    rounds = []
-    told = mutant.case is None or mutant.case in last.get("cases", ())
-    if told and (ROOT / last.get("test", "?").split("::")[0]).exists():
-        rounds.append(([last["test"]], ""))
-    if mutant.case:
-        rounds.append((every, mutant.case))
-    if tests := stage_tests(mutant, device):
-        rounds.append((tests, ""))
+        cores = ["-n", str(min(8, os.cpu_count() or 1))] if spread else []
+        return [([*every, *cores], ""), (["tests/core"], "")]
+    known = (ROOT / last.get("test", "?").split("::")[0]).exists()
+    again = [([last["test"]], "")] if known else []
+    of_stage = [(tests, "")] if (tests := stage_tests(mutant, device)) else []
+    of_case = [(tests, mutant.case)] if (tests := case_tests(mutant)) else []
+    if mutant.case in (None, *last.get("cases", ())):
+        rounds = [*again, *of_case, *of_stage]
+    else:
+        rounds = [*of_case, *again, *of_stage]
     return [*rounds, (every, ""), *([(["tests/core"], "")] if device == "cpu" else [])]
 
 
