@@ -42,7 +42,10 @@ def workspace_bytes(
     pool_blocks: int = 0,
     num_sms: int = 1,
 ) -> int:
-    """Bytes of workspace that an op needs for any batch within these bounds.
+    """Bytes of workspace that an op needs, at full speed, for any batch within these bounds.
+
+    An op takes less, down to SYNC_BYTES (index_select: and the scores of one row), and then cuts
+    rows into fewer pieces: slower on a GPU, the same results where they are exact.
 
     Args:
         op: attend, index_scores, select, index_select or compress.
