@@ -540,6 +540,15 @@ def test_unusual_shapes(width, heads, device):
 
 
 @pytest.mark.case("Unsupported shapes")
+@pytest.mark.parametrize("heads", [17, 31, 48, 63])
+@pytest.mark.parametrize("rows", [2, 9])
+def test_heads_that_fill_no_vector(heads, rows, device):
+    case = random_case(heads=heads, lengths=[70] * rows, window_lengths=[3] * rows)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_close(case, *run(case, device, dtype=dtype))
+
+
+@pytest.mark.case("Unsupported shapes")
 def test_rejected_shapes(device):
     case = random_case(heads=2)
     q = case.q

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import flash_csa as fc
 from flash_csa.reference import ops as ref
-from index_case import assert_same_list, moved, random_table, select
+from index_case import assert_same_list, index_case, moved, random_table, select
 
 CPU = torch.device("cpu")
 
@@ -62,6 +62,21 @@ def test_own_pools_are_normal(device) -> None:
     assert normalized(lists, at, 8, device, max_entries=9).counts == 2
     with pytest.raises(ValueError, match="blocks must have at most 7 columns"):
         normalized(lists, at, 7, device)
+
+
+def test_a_pool_is_for_its_row_alone(device) -> None:
+    """Rows of one request with pools of their own: scores and lists are the flat ones inside."""
+    case = index_case([300, 500], [5, 3], heads=8, device=device)
+    blocks = torch.stack([torch.randperm(37)[:6].sort().values for _ in range(8)]).int()
+    pool = fc.Pool(blocks, torch.full((8,), 6, dtype=torch.int32))
+    flat = case.scores()
+    columns = (blocks[:, :, None] * 8 + torch.arange(8)).flatten(1).long()
+    inside = case.scores(pool)
+    assert torch.equal(inside, flat.gather(1, columns))
+    masked = torch.full_like(flat, torch.nan).scatter(1, columns, inside)
+    want, _ = case.select(masked, 16)
+    assert_same_list(case.select(inside, 16, pool=pool)[0], want)
+    assert_same_list(case.index_select(16, pool=pool)[0], want)
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12), st.integers(0, 10**6))
