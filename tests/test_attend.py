@@ -38,6 +38,7 @@ from reference_data import (
 # ---- Against FP64 on exactly decoded records
 
 
+@pytest.mark.case("Head counts and real dispatch")
 @pytest.mark.parametrize("heads", [1, 7, 8, 48, 64, 128, 130])
 def test_any_number_of_heads(heads, device):
     case = random_case(heads=heads, lengths=[200, 64, 1], window_lengths=[128, 3, 0])
@@ -52,6 +53,7 @@ def test_more_rows_than_heads(rows, device):
     assert_close(case, *run(case, device))
 
 
+@pytest.mark.case("Real FP4 storage")
 @pytest.mark.parametrize(
     ("main", "window"),
     [

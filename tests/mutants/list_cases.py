@@ -136,6 +136,16 @@ CASE_MUTANTS = (
         "Tests that can fail",
     ),
     Mutant(
+        758,
+        "attend",
+        "FP4 by way of FP8",
+        "cpu/attend_records.h",
+        "out[l] = mul_rn(value_e2m1(words[l] >> (4 * n)), scale[l]);",
+        "out[l] = decode_e4m3(encode_e4m3(mul_rn(value_e2m1(words[l] >> (4 * n)), scale[l])));",
+        "a reader of FP8 rows serves the new record: a second rounding",
+        "Real FP4 storage",
+    ),
+    Mutant(
         851,
         "step",
         "no work, no owner",

@@ -233,7 +233,7 @@ INDEX_MUTANTS = (
             const bool tied = keys_[i] == threshold_ && skipped-- <= 0;
 """,
         "any k of the tied are right, as far as their scores tell",
-        "Tie overflow and infinities",
+        "Rank-identical top-k",
     ),
     Mutant(
         502,

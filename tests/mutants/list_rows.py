@@ -361,7 +361,6 @@ ROW_MUTANTS = (
         "if (pair.id != previous) best->push(pair.key, pair.id);",
         "best->push(pair.key, pair.id);",
         "shards are taken to be disjoint",
-        "Rank-identical top-k",
     ),
     Mutant(
         908,
