@@ -1,0 +1,214 @@
+"""The library's ops as a back end: records in pages of permuted ids, one request for each row."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..attend import attend
+from ..batch import Batch
+from ..cache import ceil_div
+from ..compress import compress
+from ..index import index_scores, quantize_query
+from ..plan import POOL_BLOCK
+from ..records import Pages
+from ..reference import index as reference
+from ..select import Pool, Selection, select
+from ..sizes import default_num_sms
+from ..step import Window, schedule
+from ..store import load, store
+from .activations import EPS, Activations
+from .backends import Formula, Stored, Where
+from .formats import Variant
+from .library_group import run_group
+
+PAGE_SIZE = 64
+MAX_K = 1 << 16
+
+
+@dataclass(frozen=True)
+class Held:
+    """Pages, and in `table` i32 [pages] where each of the sequence's pages lies."""
+
+    pages: Pages
+    table: Tensor
+
+    @classmethod
+    def empty(cls, count: int, variant: Variant, device: torch.device) -> "Held":
+        """`count` pages in a permuted order."""
+        random = torch.Generator().manual_seed(count)
+        table = torch.randperm(count, generator=random).int().to(device)
+        return cls(Pages.empty(count, variant.record, PAGE_SIZE, device), table)
+
+    def read(self, count: int, variant: Variant) -> Stored:
+        """The first `count` records."""
+        slots = self.slots(torch.arange(count, device=self.table.device))
+        return Stored(load(self.pages, slots, dtype=torch.float32), variant, self)
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """i32, -1 where a position is."""
+        page = self.table[positions.clamp(min=0).long() // PAGE_SIZE]
+        slots = page * PAGE_SIZE + positions.clamp(min=0) % PAGE_SIZE
+        return torch.where(positions >= 0, slots, -1).int()
+
+
+class Compiled(Formula):
+    """Kernels of the device that the tensors live on. Formats and pools that have no kernel are
+    not measured."""
+
+    name = "compiled"
+    pool_block = POOL_BLOCK
+
+    def supports(self, variant: Variant) -> bool:
+        return variant.record is not None
+
+    def store(self, rows: Tensor, variant: Variant) -> Stored:
+        held = Held.empty(ceil_div(len(rows), PAGE_SIZE), variant, rows.device)
+        slots = held.slots(torch.arange(len(rows), device=rows.device))
+        store(rows.to(torch.bfloat16).contiguous(), held.pages, slots)
+        return held.read(len(rows), variant)
+
+    def compress(
+        self, inputs: Activations, ratio: int, cos_sin: Tensor, variant: Variant
+    ) -> Stored:
+        """Main records of all complete entries, from the compressor's inputs in one call."""
+        rows, device = inputs.tokens // ratio * ratio, inputs.device
+        kv, gate = inputs.compressed(ratio)
+        count = ceil_div(rows // ratio, PAGE_SIZE)
+        held = Held.empty(count, variant, device)
+        closes = (torch.arange(rows, device=device) + 1) % ratio == 0
+        entries = torch.arange(rows, device=device) // ratio
+        compress(
+            kv[:rows].contiguous(),
+            Batch.build([0], [rows], device=device),
+            held.slots(torch.where(closes, entries, -1)),
+            ratio=ratio,
+            norm_weight=inputs.norm_weight,
+            eps=EPS,
+            cos_sin=cos_sin,
+            gate=None if gate is None else gate[:rows].contiguous(),
+            main=held.pages,
+        )
+        return held.read(rows // ratio, variant)
+
+    def group(self, inputs: Activations, k: int, cos_sin: Tensor) -> list[Tensor]:
+        """f32 [Q, H, 512] of each layer of the group, through the library's own layers."""
+        return run_group(inputs, k, cos_sin)
+
+    def query(self, index_q: Tensor, where: Where, cos_sin: Tensor, variant: Variant) -> Stored:
+        positions = where.positions.int()
+        made = quantize_query(index_q, positions, cos_sin, record=variant.record)
+        values = reference.dequantize_query(
+            reference.IndexQuery(made.codes.cpu(), made.scales.cpu())
+        )
+        return Stored(values.to(index_q.device), variant, made)
+
+    def scores(self, query: Stored, keys: Stored, weights: Tensor, where: Where) -> Tensor:
+        rows = _Rows(where, len(keys.values), index_heads=weights.shape[1])
+        scores = index_scores(
+            query.held,
+            keys.held.pages,
+            weights.float(),
+            rows.batch,
+            rows.block_table(keys.held.table),
+            rows.section("index"),
+            ratio=where.ratio,
+        )
+        return scores[:, : len(keys.values)]
+
+    def pool(self, scores: Tensor, where: Where, blocks: int, block: int) -> Tensor:
+        if block != POOL_BLOCK:
+            raise ValueError(f"flash_csa.accuracy: pools have blocks of {POOL_BLOCK}, got {block}")
+        rows = _Rows(where, scores.shape[1], pool_blocks=blocks)
+        return self._select(scores, rows, 1, pool_blocks=blocks)[1].blocks.long()
+
+    def select(
+        self,
+        scores: Tensor,
+        where: Where,
+        k: int,
+        pool: Tensor | None = None,
+        block: int = 0,
+    ) -> Tensor:
+        rows = _Rows(where, scores.shape[1], pool_blocks=0 if pool is None else pool.shape[1])
+        if pool is None:
+            return self._select(scores, rows, min(k, MAX_K))[0].positions.long()
+        columns = (pool[:, :, None] * block + torch.arange(block, device=pool.device)).flatten(1)
+        inside = scores.gather(1, columns.clamp(min=0, max=scores.shape[1] - 1))
+        candidates = Pool(pool.int(), (pool >= 0).sum(1).int())
+        return self._select(inside, rows, k, pool=candidates)[0].positions.long()
+
+    def _select(self, scores: Tensor, rows: "_Rows", k: int, **pool):
+        missing = rows.pages * PAGE_SIZE - scores.shape[1]
+        scores = torch.nn.functional.pad(scores, (0, max(0, missing)))
+        return select(
+            scores.contiguous(),
+            rows.batch,
+            k,
+            rows.section("index" if pool.get("pool") is None else "reindex"),
+            block_table=rows.block_table(torch.arange(rows.pages, device=scores.device)),
+            ratio=rows.where.ratio,
+            page_size=PAGE_SIZE,
+            **pool,
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        main: Stored,
+        lists: Tensor,
+        window: Stored,
+        window_lists: Tensor,
+        sink: Tensor,
+    ) -> Tensor:
+        where = Where(torch.zeros(len(q), device=q.device).long(), 1)
+        rows = _Rows(where, 1, heads=q.shape[1], k=lists.shape[1])
+        lengths = torch.full((len(q),), lists.shape[1], dtype=torch.int32, device=q.device)
+        recent = torch.full_like(lengths, window_lists.shape[1])
+        return attend(
+            q.contiguous(),
+            main=main.held.pages,
+            selection=Selection(lists.int(), main.held.slots(lists), lengths),
+            window_pages=window.held.pages,
+            window=Window(window.held.slots(window_lists), recent),
+            sink=sink,
+            schedule=rows.section("attend"),
+            out=torch.empty(q.shape, dtype=torch.float32, device=q.device),
+        )
+
+
+class _Rows:
+    """Each query row as a request of its own, so that rows may lie anywhere in the sequence."""
+
+    def __init__(
+        self,
+        where: Where,
+        entries: int,
+        *,
+        heads: int = 1,
+        index_heads: int = 1,
+        k: int = 1,
+        pool_blocks: int = 0,
+    ) -> None:
+        self.where, self.pages = where, ceil_div(entries, PAGE_SIZE)
+        device = where.positions.device
+        starts = where.positions.tolist()
+        self.batch = Batch.build(starts, [1] * len(starts), device=device)
+        self._schedule = schedule(
+            self.batch,
+            ratios=[where.ratio],
+            max_entries=[self.pages * PAGE_SIZE],
+            k=k,
+            heads=heads,
+            index_heads=index_heads,
+            pool_blocks=pool_blocks,
+            pool_ratio=where.ratio if pool_blocks else 0,
+            num_sms=default_num_sms(device),
+        )
+
+    def section(self, kind: str) -> Tensor:
+        return self._schedule[1 + ("index", "reindex", "attend").index(kind)]
+
+    def block_table(self, table: Tensor) -> Tensor:
+        """i32 [Q, pages]: every request holds the one sequence."""
+        return table.int().expand(self.batch.num_requests, -1).contiguous()
