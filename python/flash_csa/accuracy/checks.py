@@ -1,0 +1,45 @@
+"""Facts that must come out, each named by the axis that it stands on."""
+
+from dataclasses import dataclass
+
+# The axes, in the order of the data flow: the first that fails is where a fault lies.
+AXES = (
+    "compression",
+    "main KV",
+    "window KV",
+    "index keys",
+    "index queries",
+    "index scores",
+    "pool",
+    "selection",
+    "reuse",
+    "attention",
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """`value` must lie within low and high. n: samples it rests on. held: what was fixed."""
+
+    axis: str
+    name: str
+    value: float
+    low: float
+    high: float
+    n: int
+    held: str
+
+    def __post_init__(self) -> None:
+        if self.axis not in AXES:
+            raise ValueError(f"flash_csa.accuracy: axis must be one of {AXES}, got {self.axis}")
+
+    @property
+    def holds(self) -> bool:
+        """False for NaN too."""
+        return self.low <= self.value <= self.high
+
+
+def failing_axes(checks: list[Check]) -> list[str]:
+    """The axes with a failed check, in the order of the data flow."""
+    failed = {check.axis for check in checks if not check.holds}
+    return [axis for axis in AXES if axis in failed]

@@ -1,0 +1,190 @@
+"""Accuracy: faults in a back end show, and are named by the axis they belong to."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flash_csa.accuracy import Shape, failing_axes, truths
+from flash_csa.accuracy.backends import Formula, Stored
+from flash_csa.accuracy.case import Case
+from flash_csa.accuracy.checks import Check
+from flash_csa.accuracy.compiled import Compiled
+from flash_csa.accuracy.stages import compare
+from flash_csa.accuracy.synthetic import heavy
+
+SHAPE = Shape(layers=2, heads=4, index_heads=8, rows=16)
+
+
+def stages(backend: Formula) -> list[Check]:
+    return compare(Case(heavy(1024, SHAPE, 0), 128, backend))
+
+
+class Stores(Formula):
+    """A fault in records of `dims` values."""
+
+    def __init__(self, dims: int, fault) -> None:
+        self.dims, self.fault = dims, fault
+
+    def store(self, rows, variant):
+        made = super().store(rows, variant)
+        wrong = rows.shape[1] == self.dims and variant.element == "E2M1"
+        return replace(made, values=self.fault(made.values)) if wrong else made
+
+
+def shift_scale(values):
+    """One group has its neighbour's scale: half of it."""
+    values = values.clone()
+    values[:, 16:32] /= 2
+    return values
+
+
+def swap_nibbles(values):
+    return values.unflatten(1, (-1, 2)).flip(2).flatten(1)
+
+
+def lose_sign_of_a_lane(values):
+    values = values.clone()
+    values[:, 7] = values[:, 7].abs()
+    return values
+
+
+class Query(Formula):
+    def query(self, index_q, where, cos_sin, variant):
+        return Stored(variant.round_trip(index_q), variant)  # not rotated
+
+
+class NoRelu(Formula):
+    def scores(self, query, keys, weights, where):
+        rows = [w @ (q @ keys.values.T) for q, w in zip(query.values, weights, strict=True)]
+        return torch.stack(rows)
+
+
+class LosesAHead(Formula):
+    def scores(self, query, keys, weights, where):
+        return super().scores(query, keys, weights * (torch.arange(weights.shape[1]) > 0), where)
+
+
+class TruncatedPool(Formula):
+    def pool(self, scores, where, blocks, block):
+        made = super().pool(scores, where, blocks, block)
+        return torch.where(torch.arange(blocks) < blocks - 1, made, -1)
+
+
+class ForgetsTheNewestBlock(Formula):
+    def pool(self, scores, where, blocks, block):
+        hidden = torch.arange(scores.shape[1]) >= (where.n_vis[:, None] - 1) // block * block
+        made = super().pool(torch.where(hidden, -torch.inf, scores), where, blocks + 1, block)
+        newest = (where.n_vis - 1)[:, None] // block
+        return torch.where(made == newest, -1, made)[:, :blocks]
+
+
+class SeesOneMore(Formula):
+    def select(self, scores, where, k, pool=None, block=0):
+        return super().select(scores, replace(where, positions=where.positions + 1), k, pool, block)
+
+
+class LeavesThePool(Formula):
+    def select(self, scores, where, k, pool=None, block=0):
+        return super().select(scores, where, k)
+
+
+class Stale(Formula):
+    """A Reuse layer reads the selection of the step before."""
+
+    def __init__(self) -> None:
+        self.before = None
+
+    def reuse(self, selection):
+        stale, self.before = self.before, selection
+        return selection if stale is None or stale.shape != selection.shape else stale
+
+
+class SwapsAPage(Formula):
+    """Records of two pages change places where attention reads them."""
+
+    def attend(self, q, main, lists, window, window_lists, sink):
+        values = main.values.clone()
+        values[0:64], values[64:128] = main.values[64:128], main.values[0:64]
+        return super().attend(q, replace(main, values=values), lists, window, window_lists, sink)
+
+
+class DropsTheSink(Formula):
+    def attend(self, q, main, lists, window, window_lists, sink):
+        return super().attend(q, main, lists, window, window_lists, sink - 1e9)
+
+
+class ShortWindow(Formula):
+    def attend(self, q, main, lists, window, window_lists, sink):
+        return super().attend(q, main, lists, window, window_lists[:, 1:], sink)
+
+
+class WrongWindow(Formula):
+    def store(self, rows, variant):
+        made = super().store(rows, variant)
+        fault = rows.shape[1] == 512 and variant.element == "E4M3" and not variant.kept
+        return replace(made, values=made.values.roll(1, 0)) if fault else made
+
+
+FAULTS = {
+    "main scale shifted": (Stores(512, shift_scale), "main KV"),
+    "main nibbles swapped": (Stores(512, swap_nibbles), "main KV"),
+    "main sign lost": (Stores(512, lose_sign_of_a_lane), "main KV"),
+    "index scale shifted": (Stores(128, shift_scale), "index keys"),
+    "index nibbles swapped": (Stores(128, swap_nibbles), "index keys"),
+    "query not rotated": (Query(), "index queries"),
+    "no ReLU": (NoRelu(), "index scores"),
+    "a head is lost": (LosesAHead(), "index scores"),
+    "pool truncated": (TruncatedPool(), "pool"),
+    "newest block forgotten": (ForgetsTheNewestBlock(), "pool"),
+    "one entry too many seen": (SeesOneMore(), "selection"),
+    "selects outside the pool": (LeavesThePool(), "selection"),
+    "stale selection": (Stale(), "reuse"),
+    "one page swapped": (SwapsAPage(), "attention"),
+    "sink dropped": (DropsTheSink(), "attention"),
+    "window one short": (ShortWindow(), "attention"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_by_its_axis(name):
+    backend, axis = FAULTS[name]
+    checks = stages(backend)
+    assert failing_axes(checks)[:1] == [axis], [c for c in checks if not c.holds]
+
+
+def test_a_window_of_neighbours_shows():
+    """The window's records are those of main FP8, which shows first."""
+    assert set(failing_axes(stages(WrongWindow()))) >= {"main KV", "window KV"}
+
+
+@pytest.mark.parametrize("backend", [Formula(), Compiled()], ids=lambda b: b.name)
+def test_sound_back_ends_pass_every_stage(backend):
+    checks = stages(backend)
+    assert failing_axes(checks) == [], [c for c in checks if not c.holds]
+    assert len(checks) >= 12
+    if backend.name == "compiled":
+        assert {c.axis for c in checks} >= {"compression", "reuse", "pool", "window KV"}
+
+
+def test_known_truths():
+    checks = truths.check(Formula(), 0, "cpu")
+    assert [c for c in checks if not c.holds] == []
+    by_name = {c.name: c.value for c in checks}
+    changed = [value for name, value in by_name.items() if "changes" in name]
+    assert 0.003 <= changed[0] <= 0.007 < changed[1]  # BF16 rounding of scores, then FP4
+
+
+@pytest.mark.parametrize(
+    "fault", ["main scale shifted", "index nibbles swapped", "pool truncated", "stale selection"]
+)
+def test_truths_see_faults_without_a_sound_back_end_to_compare_with(fault):
+    backend, axis = FAULTS[fault]
+    assert axis in failing_axes(truths.check(backend, 0, "cpu"))
+
+
+def test_checks():
+    check = Check("pool", "x", float("nan"), 0.0, 1.0, 1, "")
+    assert not check.holds
+    with pytest.raises(ValueError, match="axis must be one of"):
+        Check("polo", "x", 0.0, 0.0, 1.0, 1, "")
