@@ -15,7 +15,7 @@ from flash_csa.cli import info
 from flash_csa.cli.app import app
 from flash_csa.cli.support import _ranges, supported
 
-COMMANDS = ("bytes", "demo", "info", "traffic")
+COMMANDS = ("accuracy", "bytes", "demo", "info", "plan", "traffic")
 
 
 def invoke(*arguments: str):

@@ -5,7 +5,7 @@ import sys
 import typer
 from typer.core import TyperGroup
 
-from . import bytes, demo, info, traffic
+from . import accuracy, bytes, demo, info, plan, traffic
 
 _UsageError = typer.BadParameter.__base__  # of whichever click this typer is built on
 
@@ -50,3 +50,5 @@ app.command("demo")(demo.command)
 app.command("info")(info.command)
 app.command("bytes")(bytes.command)
 app.command("traffic")(traffic.command)
+app.command("accuracy")(accuracy.command)
+app.command("plan")(plan.command)
