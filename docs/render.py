@@ -1,13 +1,16 @@
-"""Writes the README's tables from the code. `--check` only compares.
+"""Writes the README's tables from the code. `--check` only compares. `--accuracy` first takes the
+results.json of a run of `python -m flash_csa accuracy`, without its finer buckets.
 
-usage: python docs/render.py [--check]
+usage: python docs/render.py [--check] [--accuracy results.json]
 """
 
+import json
 import re
 import sys
 from pathlib import Path
 
 from flash_csa import _C, RECORDS, accounting
+from flash_csa.accuracy import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -15,6 +18,23 @@ from bench import provenance, results  # noqa: E402
 
 README = ROOT / "README.md"
 H200 = ROOT / "bench" / "results" / "h200.jsonl"
+ACCURACY = ROOT / "bench" / "results" / "accuracy.json"
+# Experiment, variant, metric, and what the README calls the line.
+ACCURACY_LINES = (
+    ("kv", "E4M3 / UE8M0 per 32", "output error", "main KV FP8, 528 B"),
+    ("kv", "E4M3 / UE8M0 per 64 + 64 BF16", "output error", "main KV FP8 with BF16 RoPE, 584 B"),
+    ("kv", "E2M1 / E4M3 per 16", "output error", "main KV FP4, 288 B (V4.1)"),
+    ("kv", "E2M1 / UE8M0 per 16", "output error", "main KV FP4 with UE8M0 scales, 288 B"),
+    ("kv", "E2M1 / E4M3 per 16 + 64 BF16", "output error", "main KV FP4 with BF16 RoPE, 380 B"),
+    ("index", "BF16 rounded", "differing slots", "scores rounded to BF16"),
+    ("index", "FP8", "differing slots", "index FP8, 132 B"),
+    ("index", "FP4", "differing slots", "index FP4, 68 B (V4.1)"),
+    ("index", "FP4", "output error", "index FP4, 68 B (V4.1)"),
+    ("pool", "1/2 of the context, blocks of 8", "recall", "pool of half the context"),
+    ("pool", "1/4 of the context, blocks of 8", "recall", "pool of a quarter"),
+    ("reuse", "Reuse only", "output error", "7 layers reuse the first one's selection"),
+    ("reuse", "as planned", "output error", "the same with a Reindex in the middle"),
+)
 USES = {
     "MainFp4": "V4.1 compressed KV",
     "WindowFp8": "V4.1 window KV",
@@ -96,7 +116,33 @@ def bench_table() -> str:
     return table(header, lines) + note
 
 
-BLOCKS = {"results": bench_table, "records": records, "bytes": cache_bytes, "support": support}
+def accuracy() -> str:
+    """What each axis costs on the shipped capture, from the committed run."""
+    run = json.loads(ACCURACY.read_text(encoding="utf-8"))
+    found = {(r["experiment"], r["variant"], r["metric"]): r for r in run["results"]}
+    lines = []
+    for *key, name in ACCURACY_LINES:
+        result = found[tuple(key)]
+        low, high = (summary.number(100 * result[end]) for end in ("low", "high"))
+        value = f"{summary.number(100 * result['value'])} %"
+        lines.append([name, key[-1], value, f"{low} to {high}", str(result["n"])])
+    return table(["what varies", "measure", "value", "95 % interval", "rows"], lines)
+
+
+def take_accuracy(path: Path) -> None:
+    """Keeps what the README and a comparison need of a run."""
+    run = json.loads(path.read_text(encoding="utf-8"))
+    run["results"] = [r for r in run["results"] if r["bucket"] == "all"]
+    ACCURACY.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+
+
+BLOCKS = {
+    "results": bench_table,
+    "records": records,
+    "bytes": cache_bytes,
+    "support": support,
+    "accuracy": accuracy,
+}
 
 
 def render(text: str) -> str:
@@ -109,6 +155,8 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if "--accuracy" in sys.argv:
+        take_accuracy(Path(sys.argv[sys.argv.index("--accuracy") + 1]))
     before = README.read_text()
     after = render(before)
     if "--check" in sys.argv:
