@@ -3,6 +3,8 @@
 // core/numerics.h.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include <cstdint>
 
 #include "core/numerics.h"
@@ -180,10 +182,14 @@ struct LaneRecord {
         } else {
             window_scale(largest, scale);
             const float reciprocal = ue8m0_reciprocal(*scale);
-            const uint8_t keep = *scale == kNanUE8M0 ? 0x00 : 0xff;
+            const uint16_t keep = *scale == kNanUE8M0 ? 0x0000 : 0xffff;
 #pragma unroll
-            for (int i = 0; i < kValues; ++i)
-                bytes[i] = encode_e4m3(mul_rn(bf16_to_f32(row.x[i]), reciprocal)) & keep;
+            for (int i = 0; i < kValues; i += 2) {
+                const float2 pair = make_float2(mul_rn(bf16_to_f32(row.x[i]), reciprocal),
+                                                mul_rn(bf16_to_f32(row.x[i + 1]), reciprocal));
+                *reinterpret_cast<uint16_t*>(bytes + i) =
+                    __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3) & keep;
+            }
         }
     }
 
