@@ -170,6 +170,15 @@ def test_words(name, num_sms, heads, device):
     check(batch, device, **asked, strict=True, window=70, window_first=first)
 
 
+@pytest.mark.case("Schedules")
+@pytest.mark.parametrize("rows", [511, 512, 513, 1537])
+def test_more_rows_than_a_block_has_threads(rows, device):
+    positions = torch.randint(0, 1500, (rows,)).tolist()
+    batch = flash_csa.Batch.decode(positions)
+    check(batch, device, ratios=(1,), max_entries=(1500,), k=512, heads=64, index_heads=32,
+          num_sms=132)  # fmt: skip
+
+
 @pytest.mark.case("All lengths zero")
 @pytest.mark.parametrize("rows", [1, 32, 33])
 @pytest.mark.parametrize("busy", [None, 0, -1])
