@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from mutants import matrix
 from mutants.mutant import patched
 from mutants.mutants import CUDA_STAGES, LISTS, MUTANTS, STAGES, cuda_lists
 
 TESTS = Path(__file__).resolve().parent
 CSRC = TESTS.parent / "csrc"
+MUTANT_FILE = "tests/mutants/mutant.py"
 EVERY = [mutant for mutants in LISTS.values() for mutant in mutants]
 
 
@@ -43,6 +45,20 @@ def test_lists_of_cuda_stages():
         for mutant in LISTS[name]:
             assert (mutant.stage, mutant.file[:5]) == (stage, "sm90/"), mutant.number
             assert mutant.number // 100 == CUDA_STAGES.index(stage) + 11
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_every_fault_is_noticed(name):
+    """By a test that there still is."""
+    kills = matrix.read_kills(name)
+    assert list(kills) == [str(m.number) for m in LISTS[name]], f"see the head of {MUTANT_FILE}"
+    for number, kill in kills.items():
+        file, _, test = kill["test"].partition("::")
+        assert f"def {test.partition('[')[0]}(" in (TESTS.parent / file).read_text(), number
+
+
+def test_document():
+    assert matrix.DOC.read_text() == matrix.document(), "python tests/mutants/run.py --render"
 
 
 def test_a_library_for_use_has_no_fault():
