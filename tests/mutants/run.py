@@ -57,6 +57,11 @@ STAGE_TESTS = {  # asked first; those of a CUDA stage have its name
     "step": ("test_step.py", "test_schedule.py", "test_store.py"),
     "merge": ("test_merge.py", "test_pool.py"),
 }
+ALSO = {  # those of a CUDA stage that have another name
+    "step": ("test_schedule.py",),
+    "select": ("test_pool.py",),
+    "attend": ("test_merge.py",),
+}
 CRASHES = 3  # tests that may crash before the run is given up
 
 
@@ -159,7 +164,8 @@ def stage_tests(mutant: Mutant, device: str) -> list[str]:
     if device == "cpu":
         return [f"tests/{name}" for name in STAGE_TESTS.get(mutant.stage, ())]
     own = sorted((ROOT / "tests").glob(f"test_{mutant.stage}*.py"))
-    return [f"tests/{path.name}" for path in own] + ["tests/test_cuda_equals_cpu.py"]
+    names = [*(path.name for path in own), *ALSO.get(mutant.stage, ()), "test_cuda_equals_cpu.py"]
+    return [f"tests/{name}" for name in names]
 
 
 def case_tests(mutant: Mutant) -> list[str]:
