@@ -147,6 +147,8 @@ class Worker:
                     break
                 started = self.events("start")
                 ends.append(f"{why} in {started[-1]['start'] if started else 'no test'}")
+                if time.monotonic() > end:
+                    return {"outcome": "survived", "others": ends}
         ends += [f"{e['failed']}: {e['message']}" for e in self.events("failed")]
         return {"outcome": "survived", "others": ends}
 
