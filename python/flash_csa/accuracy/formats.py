@@ -90,7 +90,8 @@ class Variant:
     def scale_of(self, largest: Tensor) -> Tensor:
         """f32: the scale that is stored for a group of this `largest` magnitude."""
         floor = FLOORS.get((self.element, self.scale), FP8_FLOOR)
-        scale = largest.clamp(min=floor) / LARGEST[self.element]
+        # By a tensor: on CUDA, PyTorch divides by a number as it multiplies by its reciprocal.
+        scale = largest.clamp(min=floor) / torch.full_like(largest, LARGEST[self.element])
         if self.scale == "E4M3":
             return round_element(scale.clamp(max=LARGEST["E4M3"]), "E4M3")
         if self.scale == "UE8M0":
