@@ -8,7 +8,7 @@ from torch import Tensor
 from ..attend import attend
 from ..batch import Batch
 from ..cache import ceil_div
-from ..compress import compress
+from ..compress import Tail, compress
 from ..index import index_scores, quantize_query
 from ..plan import POOL_BLOCK
 from ..records import Pages
@@ -23,6 +23,7 @@ from .formats import Variant
 from .library_group import run_group
 
 PAGE_SIZE = 64
+CHUNK = 769  # rows of a call to compress: cuts groups of 2, 4 and 128 tokens
 MAX_K = 1 << 16
 
 
@@ -69,27 +70,39 @@ class Compiled(Formula):
         return held.read(len(rows), variant)
 
     def compress(
-        self, inputs: Activations, ratio: int, cos_sin: Tensor, variant: Variant
-    ) -> Stored:
-        """Main records of all complete entries, from the compressor's inputs in one call."""
-        rows, device = inputs.tokens // ratio * ratio, inputs.device
+        self, inputs: Activations, ratio: int, cos_sin: Tensor, main: Variant, index: Variant
+    ) -> tuple[Stored, Stored]:
+        """Main and index records of all complete entries, in chunks that cut groups: rows of an
+        open group go through a tail."""
         kv, gate = inputs.compressed(ratio)
-        count = ceil_div(rows // ratio, PAGE_SIZE)
-        held = Held.empty(count, variant, device)
-        closes = (torch.arange(rows, device=device) + 1) % ratio == 0
-        entries = torch.arange(rows, device=device) // ratio
-        compress(
-            kv[:rows].contiguous(),
-            Batch.build([0], [rows], device=device),
-            held.slots(torch.where(closes, entries, -1)),
-            ratio=ratio,
-            norm_weight=inputs.norm_weight,
-            eps=EPS,
-            cos_sin=cos_sin,
-            gate=None if gate is None else gate[:rows].contiguous(),
-            main=held.pages,
-        )
-        return held.read(rows // ratio, variant)
+        count, device = inputs.tokens // ratio, inputs.device
+        pages = ceil_div(count, PAGE_SIZE)
+        held = Held.empty(pages, main, device)
+        keys = Held(Pages.empty(pages, index.record, PAGE_SIZE, device), held.table)
+        span = 2 * ratio if ratio == 4 else ratio
+        tail = None
+        if gate is not None:
+            tail = Tail(torch.full((1, 2, span, kv.shape[1]), torch.nan, device=device))
+        for start in range(0, len(kv), CHUNK):
+            rows = slice(start, min(start + CHUNK, len(kv)))
+            tokens = torch.arange(rows.start, rows.stop, device=device)
+            closed = torch.where((tokens + 1) % ratio == 0, tokens // ratio, -1)
+            compress(
+                kv[rows],
+                Batch.build([start], [len(tokens)], device=device),
+                held.slots(closed),
+                ratio=ratio,
+                norm_weight=inputs.norm_weight,
+                eps=EPS,
+                cos_sin=cos_sin,
+                gate=None if gate is None else gate[rows],
+                tail=tail,
+                main=held.pages,
+                index=keys.pages,
+                key_weight=inputs.key_weight,
+                key_norm_weight=inputs.key_norm_weight,
+            )
+        return held.read(count, main), keys.read(count, index)
 
     def group(self, inputs: Activations, k: int, cos_sin: Tensor) -> list[Tensor]:
         """f32 [Q, H, 512] of each layer of the group, through the library's own layers."""

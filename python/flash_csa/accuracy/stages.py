@@ -56,12 +56,16 @@ def _compress(case: Case) -> Iterator[Check]:
         return
     for ratio in (1, 2, 4, 128):
         main = MIXED_FP8 if ratio > 2 else MAIN_FP4
-        made = compress(case.inputs, ratio, case.cos_sin, main)
-        expected = case.main(main, ratio, FORMULA)
-        wrong = (made.values != expected.values).any(1).double()
-        allowed = max(CODES, FEW / len(wrong))
-        name = f"ratio {ratio}, entries that differ"
-        yield Check("compression", name, wrong.mean().item(), 0.0, allowed, len(wrong), HELD)
+        made = compress(case.inputs, ratio, case.cos_sin, main, INDEX_FP4)
+        expected = (
+            case.main(main, ratio, FORMULA),
+            case.keys(INDEX_FP4, ratio, FORMULA),
+        )
+        for kind, ours, theirs in zip(("main", "index"), made, expected, strict=True):
+            wrong = (ours.values != theirs.values).any(1).double()
+            allowed = max(CODES, FEW / len(wrong))
+            name = f"ratio {ratio}, {kind} records that differ"
+            yield Check("compression", name, wrong.mean().item(), 0.0, allowed, len(wrong), HELD)
 
 
 def _index(case: Case) -> Iterator[Check]:
