@@ -44,6 +44,7 @@ class Formula:
 
     name = "formula"
     pool_block: int | None = None  # the only block size of a pool; None: any
+    exact_scores = False  # FP4 scores are those of reference.index.index_scores_exact, bit for bit
 
     def supports(self, variant: Variant) -> bool:
         """Whether `store` and what reads it take the variant."""

@@ -59,6 +59,7 @@ class Compiled(Formula):
 
     name = "compiled"
     pool_block = POOL_BLOCK
+    exact_scores = True
 
     def supports(self, variant: Variant) -> bool:
         return variant.record is not None

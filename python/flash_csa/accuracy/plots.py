@@ -38,13 +38,13 @@ def figures(run: Mapping[str, Any]) -> dict[str, Figure]:
     return {title: made for title, made in drawn.items() if made is not None}
 
 
-def _figure(columns: int = 1, height: float = 3.6):
-    """A figure and its panels, in one row."""
+def _figure(columns: int = 1, height: float = 3.6, rows: int = 1):
+    """A figure and its panels, row by row; height: of a row."""
     from matplotlib.figure import Figure as Drawing
 
     width = PANEL * columns if columns > 1 else WIDE
-    figure = Drawing(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False)[0]
+    figure = Drawing(figsize=(width, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(True, color="#e5e7eb", linewidth=0.8)
@@ -70,11 +70,11 @@ def svg(figure: Any, name: str) -> str:
 
 
 def _of(run: Mapping[str, Any], **wanted: Any) -> list[dict[str, Any]]:
-    """Results by formula, of the longest context and there of the first input."""
+    """Results by formula of the first input, a capture if there is one, at its longest context."""
     found = pick(run, backend="formula", **wanted)
+    found = [r for r in found if r["input"] == found[0]["input"]]
     longest = max((r["context"] for r in found), default=0)
-    found = [r for r in found if r["context"] == longest]
-    return [r for r in found if r["input"] == found[0]["input"]]
+    return [r for r in found if r["context"] == longest]
 
 
 def _told(result: Mapping[str, Any]) -> str:
@@ -204,7 +204,7 @@ def _contexts(run: Mapping[str, Any]) -> Figure | None:
             panels.append((f"{experiment}: {metric}", found))
     if not panels:
         return None
-    figure, axes = _figure(max(2, len(panels)), 3.8)
+    figure, axes = _figure(2, 3.4, rows=-(-len(panels) // 2))
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for axis, (title, found) in zip(axes, panels, strict=False):
@@ -226,8 +226,18 @@ def _contexts(run: Mapping[str, Any]) -> Figure | None:
         axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("context, tokens")
-        axis.legend(fontsize=6, frameon=False)
+        axis.legend(fontsize=7, frameon=False)
     return "Means over query rows with 95 % intervals.", svg(figure, "contexts")
+
+
+def _readable_log(axis: Any) -> None:
+    """Ticks at 1, 2 and 5 of each decade, as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _designs(run: Mapping[str, Any]) -> Figure | None:
@@ -250,7 +260,7 @@ def _designs(run: Mapping[str, Any]) -> Figure | None:
                 color=COLOURS[number],
                 label=r["variant"],
             )
-        axis.set_xscale("log")
+        _readable_log(axis)
         axis.set_xlabel(label)
         axis.set_ylabel("output error against dense BF16")
     axes[0].legend(fontsize=8, frameon=False)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..reference import index
+from ..reference.quant import quantize
 from .activations import Shape
 from .backends import Stored
 from .case import FORMULA, Case
@@ -32,6 +34,7 @@ ROUNDING = 6e-3  # BF16 probabilities and sums of another order
 SCORES = 1e-5  # FP32 sums of another order, relative to the row's largest
 GROUP = 2e-2  # BF16 output, and entries whose scores differ in the last bit
 GROUP_TOKENS, GROUP_K, GROUP_SHAPE = 2048, 256, Shape(layers=6, heads=8, rows=16)
+EXACT_ROWS, EXACT_ENTRIES = 4, 2048
 CODES, FEW = 0.05, 2  # share, or number, of entries whose pooled value lies on a rounding border
 
 
@@ -46,6 +49,11 @@ def _records(case: Case) -> Iterator[Check]:
         if case.backend.supports(variant):
             made, expected = case.main(variant), case.main(variant, backend=FORMULA)
             yield _equal("main KV", f"{variant.name}, values", made.values, expected.values)
+            rows = _edge_rows(variant.dims, case.inputs.device)
+            made = case.backend.store(rows, variant)
+            yield _equal(
+                "main KV", f"{variant.name}, edge values", made.values, variant.round_trip(rows)
+            )
     made, expected = case.window(), case.window(FORMULA)
     yield _equal("window KV", "values", made.values, expected.values)
 
@@ -77,6 +85,10 @@ def _index(case: Case) -> Iterator[Check]:
             continue
         keys, expected = case.keys(variant), case.keys(variant, backend=FORMULA)
         yield _equal("index keys", f"{variant.name}, values", keys.values, expected.values)
+        rows = _edge_rows(variant.dims, case.inputs.device)
+        made = backend.store(rows, variant)
+        name = f"{variant.name}, edge values"
+        yield _equal("index keys", name, made.values, variant.round_trip(rows))
         query = backend.query(queries.index_q, where, case.cos_sin, variant)
         exact = FORMULA.query(queries.index_q, where, case.cos_sin, variant)
         yield _equal("index queries", f"{variant.name}, values", query.values, exact.values)
@@ -88,6 +100,20 @@ def _index(case: Case) -> Iterator[Check]:
         worst = (wrong / largest).max().item()
         name = f"{variant.name}, worst of a row's largest"
         yield Check("index scores", name, worst, 0.0, SCORES, len(scores), HELD)
+        if variant == INDEX_FP4 and backend.exact_scores:
+            yield _exact_scores(case, scores)
+
+
+def _exact_scores(case: Case, scores: Tensor) -> Check:
+    """FP4 scores have one order of sums on every back end: some of them, bit for bit."""
+    queries = case.inputs.layers[0]
+    count = min(EXACT_ENTRIES, int(case.where().n_vis[-EXACT_ROWS:].min()))
+    positions, table = case.positions[-EXACT_ROWS:].cpu(), case.cos_sin.cpu()
+    query = index.quantize_query(queries.index_q[-EXACT_ROWS:].cpu(), positions, table)
+    keys = quantize(case.entries().keys[:count].cpu(), "IndexFp4")
+    exact = index.index_scores_exact(query, *keys, queries.index_weights[-EXACT_ROWS:].cpu())
+    made = scores[-EXACT_ROWS:, :count].cpu()
+    return _equal("index scores", "sums in the order of every back end, bits", made, exact)
 
 
 def _choices(case: Case) -> Iterator[Check]:
@@ -167,7 +193,19 @@ def _layers(case: Case) -> Iterator[Check]:
         yield Check(axes[mode], name, mean, 0.0, GROUP, len(errors) * len(small.positions), held)
 
 
+def _edge_rows(dims: int, device: torch.device) -> Tensor:
+    """bf16 [n, dims]: zeros of both signs, ties, lone values, and rows from 2^-30 to 2^12."""
+    random = torch.Generator().manual_seed(0)
+    sizes = torch.arange(-30, 12)[:, None]
+    drawn = torch.randn(len(sizes), dims, generator=random) * sizes.float().exp2()
+    ties = torch.tensor([0.25, -0.75, 1.25, -1.75, 2.5, -3.5, 5.0, 6.0]).repeat(dims // 8)[None]
+    lone = torch.zeros(4, dims)
+    lone[0, 5], lone[1, -1], lone[2, :], lone[3, 0] = 1.0, -3000.0, -0.0, 2.0**-133
+    return torch.cat([drawn, ties, ties * 2.0**-9, ties * 448, lone]).bfloat16().to(device)
+
+
 def _equal(axis: str, name: str, made: Tensor, expected: Tensor) -> Check:
-    """Share of elements that differ, NaN included, must be 0."""
-    wrong = (made != expected).double().mean().item()
+    """Share of elements that differ must be 0: NaN and the sign of zero included."""
+    signs = torch.signbit(made) != torch.signbit(expected)
+    wrong = ((made != expected) | signs).double().mean().item()
     return Check(axis, f"{name} that differ", wrong, 0.0, 0.0, made.numel(), HELD)
