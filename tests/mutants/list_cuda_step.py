@@ -43,6 +43,16 @@ MUTANTS = (
         "Padded query rows",
     ),
     Mutant(
+        1205,
+        "step",
+        "last tiles of a chunk of rows counted twice",
+        "sm90/step/schedule.cu",
+        "before_chunk += chunk;",
+        "before_chunk += chunk + tiles * (threadIdx.x == kThreads - 1);",
+        "an inclusive sum carried on as an exclusive one: seen beyond 512 rows",
+        "Schedules",
+    ),
+    Mutant(
         1206,
         "step",
         "rows behind the first chunk start at no partial",
