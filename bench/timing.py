@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from flash_csa import RECORDS
+
 Call = Callable[[], Any]
 FLUSH_BYTES = 256 << 20  # four times the L2
 SAMPLES = 12
@@ -116,8 +118,9 @@ def _memory_calls(what: str, device: torch.device) -> tuple[list[Call], float]:
         return [lambda: torch.neg(floats, out=target)] * 3, 2.0 * source.nbytes
     if what == "read":
         return [lambda: torch.amax(floats)] * 3, float(source.nbytes)
-    rows = source[: source.numel() // 36 * 36].view(-1, 36)  # records of 288 bytes
-    index = torch.randperm(len(rows), device=device)[: len(rows) // 2]
-    out = torch.empty(len(index), 36, dtype=source.dtype, device=device)
-    call = lambda: torch.index_select(rows, 0, index, out=out)  # noqa: E731
-    return [call] * 3, 2.0 * out.nbytes
+    record = RECORDS["MainFp4"].bytes
+    rows = source.view(torch.uint8)[: source.nbytes // record * record].view(-1, record)
+    slots = torch.randperm(len(rows), device=device)[: len(rows) // 2].int()
+    words = torch.empty(1 + len(RECORDS), dtype=torch.int32, device=device)
+    call = lambda: torch.ops.flash_csa.probe(words, records=rows, slots=slots)  # noqa: E731
+    return [call] * 3, float(len(slots) * record)

@@ -559,4 +559,8 @@ def _(s: Scene) -> dict:
 
 @_call("probe")
 def _(s: Scene) -> dict:
-    return {"out": s.new(1 + len(RECORDS))}
+    return {
+        "out": s.new(1 + len(RECORDS)),
+        "records": s.new(5, RECORDS["MainFp4"].bytes, dtype=torch.uint8),
+        "slots": s.new(3),
+    }

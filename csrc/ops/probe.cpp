@@ -1,4 +1,5 @@
-// probe: does device code of this build run here? `python -m flash_csa info` asks.
+// probe: does device code of this build run here? `python -m flash_csa info` asks. Or, with records
+// and slots: gathers these MainFp4 records into shared memory, which `bench` times.
 #include "ops/torch_abi.h"
 
 #ifdef USE_CUDA
@@ -10,12 +11,20 @@
 namespace flash_csa::ops {
 namespace {
 
-void probe(const Tensor& out) {
+void probe(const Tensor& out, const OptTensor& records, const OptTensor& slots) {
     Check check("probe");
     check.bind("words", 1 + kNumRecords);
     check("out", out);
+    check("records", records);
+    check("slots", slots);
+    check.require(records.has_value() == slots.has_value(),
+                  "records and slots must come together, got one of them");
     const CudaScope scope(check.device());
-    check_launch(check, sm90::probe(static_cast<int32_t*>(out.data_ptr()), scope.stream()));
+    check_launch(check,
+                 records.has_value()
+                     ? sm90::probe_gather(ptr<const uint8_t>(records), records->size(0),
+                                          ptr<const int32_t>(slots), slots->size(0), scope.stream())
+                     : sm90::probe(static_cast<int32_t*>(out.data_ptr()), scope.stream()));
 }
 
 }  // namespace
@@ -26,4 +35,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_csa, CUDA, m) {
 }
 #endif
 
-STABLE_TORCH_LIBRARY_FRAGMENT(flash_csa, m) { m.def("probe(Tensor(a!) out) -> ()"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_csa, m) {
+    m.def("probe(Tensor(a!) out, *, Tensor? records=None, Tensor? slots=None) -> ()");
+}

@@ -191,6 +191,8 @@ inline constexpr ArgSignature kStepSlotsArgs[] = {
 };
 inline constexpr ArgSignature kProbeArgs[] = {
     {"out", "i32", "words", Layout::Packed, true},
+    {"records", "u8", "N 288", Layout::Packed},
+    {"slots", "i32", "n", Layout::Packed},
 };
 inline constexpr ArgSignature kScheduleArgs[] = {
     FCSA_BATCH_ARGS,

@@ -21,6 +21,9 @@ inline thread_local LaunchShape last_launch;  // of this thread, for error texts
 // Writes the architecture that the code was compiled for (900 for sm_90a), then the bytes of every
 // record, as device code sees them. out: int32 [1 + kNumRecords].
 cudaError_t probe(int32_t* out, cudaStream_t stream);
+// Reads MainFp4 records [num_records] at `slots` [count] into shared memory, for the benchmark.
+cudaError_t probe_gather(const uint8_t* records, int64_t num_records, const int32_t* slots,
+                         int64_t count, cudaStream_t stream);
 
 cudaError_t store(const StoreParams& p, cudaStream_t stream);
 cudaError_t load(const LoadParams& p, cudaStream_t stream);
