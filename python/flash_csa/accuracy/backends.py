@@ -46,6 +46,10 @@ class Formula:
     pool_block: int | None = None  # the only block size of a pool; None: any
     exact_scores = False  # FP4 scores are those of reference.index.index_scores_exact, bit for bit
 
+    def outputs(self) -> dict[str, "Formula"]:
+        """Back ends that differ in what attention writes, by its type: "BF16", "FP32"."""
+        return {"FP32": self}
+
     def supports(self, variant: Variant) -> bool:
         """Whether `store` and what reads it take the variant."""
         return True

@@ -61,6 +61,13 @@ class Compiled(Formula):
     pool_block = POOL_BLOCK
     exact_scores = True
 
+    def __init__(self, out: torch.dtype = torch.bfloat16) -> None:
+        """out: what attention writes, bf16 as in serving or f32, which kernels sum otherwise."""
+        self.out = out
+
+    def outputs(self) -> dict[str, Formula]:
+        return {"BF16": Compiled(), "FP32": Compiled(torch.float32)}
+
     def supports(self, variant: Variant) -> bool:
         return variant.record is not None
 
@@ -187,8 +194,8 @@ class Compiled(Formula):
             window=Window(window.held.slots(window_lists), recent),
             sink=sink,
             schedule=rows.section("attend"),
-            out=torch.empty(q.shape, dtype=torch.float32, device=q.device),
-        )
+            out=torch.empty(q.shape, dtype=self.out, device=q.device),
+        ).float()
 
 
 class _Rows:

@@ -72,8 +72,9 @@ def command(
 ) -> None:
     """Measures what FP4/FP8 KV, FP4/FP8 index keys, the pool and reuse cost, each by itself.
 
-    Exit code 1 if a known truth fails or a result is worse than the baseline's. An interrupted run
-    goes on where it was when it is started again.
+    Exit code 1 if a known truth fails or a result is worse than the baseline's.
+
+    An interrupted run goes on where it was when it is started again.
     """
     before = None if baseline is None else load(baseline)
     settings = replace(
