@@ -143,16 +143,13 @@ def run(
     rows, heads = case.q.shape[:2]
     out = torch.full(case.q.shape, torch.nan, dtype=dtype, device=device)
     lse = torch.full((rows, heads), torch.nan, device=device)
-    num_sms = flash_csa.default_num_sms(device)
+    space = flash_csa.workspace("attend", device=device, max_rows=rows, heads=heads)
+    options = {"schedule": schedule_of(rows, heads, device), "workspace": space, **options}
     flash_csa.attend(
         move(case.q),
         **{name: move(value) for name, value in case.lists().items()},
         sink=move(case.sink),
         softmax_scale=case.softmax_scale,
-        schedule=schedule_of(rows, heads, device),
-        workspace=flash_csa.workspace(
-            "attend", device=device, max_rows=rows, heads=heads, num_sms=num_sms
-        ),
         out=out,
         lse=lse,
         **options,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attend_data import assert_close, random_case, run, same
+from attend_data import assert_close, random_case, run, same, spread
 from flash_csa import _C
 from reference_data import same_bits
 
@@ -25,11 +25,12 @@ def test_batch_mates(batch_invariant, device):
                        window_lengths=[128] * 128)  # fmt: skip
     options = {"batch_invariant": batch_invariant, "dtype": torch.bfloat16}
     alone, lse = run(case.rows(slice(0, 1)), device, **options)
+    spread_alone = spread(case.rows(slice(0, 1)))  # what cancels is rounded where it is cut
     for rows in (2, 32, 128):
         out, lses = run(case.rows(slice(0, rows)), device, **options)
         if batch_invariant or device.type == "cpu":
             assert torch.equal(out[:1], alone) and torch.equal(lses[:1], lse)
-        assert ((out[:1] - alone).abs().float() <= 2.0**-7 * alone.abs().float() + 1e-6).all()
+        assert ((out[:1] - alone).abs() <= 2.0**-7 * (spread_alone + alone.abs())).all()
     order = torch.randperm(128)
     assert same(run(case.rows(order), **options), [x[order] for x in run(case, **options)])
 

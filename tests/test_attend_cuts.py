@@ -1,0 +1,74 @@
+"""attend with BF16 output where rows are cut between workers, and where they must stay whole."""
+
+import pytest
+import torch
+
+import flash_csa
+from attend_data import Case, assert_close, random_case, run, same, selection, spread
+from reference_data import randn
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 64), (7, 64), (66, 64), (1, 70), (3, 128)])
+def test_rows_of_a_small_batch(rows, heads, device):
+    lengths = [(512, 64, 1, 0, 300, 65, 511)[i % 7] for i in range(rows)]
+    windows = [(128, 1, 0, 0, 64, 127, 65)[i % 7] for i in range(rows)]
+    case = random_case(heads=heads, lengths=lengths, window_lengths=windows, width=512)
+    assert_close(case, *run(case, device, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("columns", [[], [0], [63], [64], [511], [1, 300]])
+def test_pieces_without_records(columns, device):
+    """One record, or none, in ten tiles: the pieces that find nothing weigh nothing."""
+    case = random_case(heads=64, lengths=[512] * 2, window_lengths=[0, 128], width=512)
+    kept = case.selection.slots[:, columns].clone()
+    case.selection.slots.fill_(-1)
+    case.selection.slots[:, columns] = kept
+    out, lse = run(case, device, dtype=torch.bfloat16)
+    assert_close(case, out, lse)
+    if not columns:
+        assert (out[0] == 0).all() and (lse[0] == torch.inf).all()
+
+
+@pytest.mark.parametrize("record", ["MainFp4", "MixedFp8"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_contiguous_lists_of_all_lengths(record, batch_invariant, device):
+    """The schedule foresaw other lengths than the lists have."""
+    page_size, columns, requests = 16, 60, 5
+    pages = flash_csa.Pages.empty(requests * columns, record, page_size)
+    every = torch.arange(pages.num_slots, dtype=torch.int32)
+    flash_csa.store(randn(pages.num_slots, 512, seed=1), pages, every)
+    table = torch.randperm(requests * columns, dtype=torch.int32).view(requests, columns)
+    table[2, 3] = -1
+    request = torch.tensor([0, 1, 2, 3, 4, -1, 0], dtype=torch.int32)
+    n_vis = torch.tensor([960, 0, 500, 64, 1, 9, 129], dtype=torch.int32)
+    case = Case(q=randn(7, 64, 512, seed=2), main=pages, contiguous=(table, request, n_vis))
+    out, lse = run(case, device, dtype=torch.bfloat16, batch_invariant=batch_invariant)
+    slots = table.repeat_interleave(page_size, 1) * page_size + every[:page_size].repeat(columns)
+    slots[table.repeat_interleave(page_size, 1) < 0] = -1
+    kept = [0, 1, 2, 3, 4, 6]
+    chosen = selection(slots[request[kept].long()], n_vis[kept])
+    assert_close(Case(q=case.q[kept], main=pages, selection=chosen), out[kept], lse[kept])
+    assert (out[5] == 0).all() and lse[5].isinf().all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_invariant_rows(rows, device):
+    case = random_case(heads=64, lengths=[512] * rows, window_lengths=[128] * rows, width=512)
+    options = {"dtype": torch.bfloat16, "batch_invariant": True}
+    out, lse = run(case, device, **options)
+    assert same(run(case.rows(slice(0, 1)), device, **options), (out[:1], lse[:1]))
+    split, _ = run(case, device, dtype=torch.bfloat16)
+    assert ((split - out).abs().float() <= 2.0**-7 * (spread(case) + out.abs())).all()
+
+
+@pytest.mark.parametrize("space", ["counters", "default"])
+def test_workspace_of_any_size(space, device):
+    """Without room for partial results rows stay whole."""
+    case = random_case(heads=64, lengths=[250, 40], window_lengths=[128, 3])
+    expected = run(case, device, dtype=torch.bfloat16)
+    counters = torch.zeros(flash_csa.SYNC_BYTES, dtype=torch.uint8, device=device)
+    workspace = counters if space == "counters" else None
+    out, lse = run(case, device, dtype=torch.bfloat16, workspace=workspace)
+    assert_close(case, out, lse)
+    if space == "default":
+        assert same((out, lse), expected)
