@@ -24,6 +24,25 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
     return cudaGetLastError();
 }
 
+// Launches a kernel that starts while the one before it ends, and calls wait_for_previous
+// (dependents.cuh). It has no dynamic shared memory.
+template <class... Params, class... Args>
+cudaError_t launch_after(void (*kernel)(Params...), dim3 grid, int threads, cudaStream_t stream,
+                         const Args&... args) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
+    last_launch = {grid.x, grid.y, grid.z, threads, 0};
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 // Blocks along x for `items` of which a block takes `each`: x alone goes beyond 65,535.
 inline dim3 blocks_for(int64_t items, int64_t each) {
     return dim3(static_cast<unsigned>((items + each - 1) / each));

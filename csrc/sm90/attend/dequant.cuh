@@ -1,0 +1,97 @@
+// Codes to BF16 on packed halves, for tiles that tensor cores read.
+//
+// Sign, exponent and mantissa bits of a code are placed where BF16 has its own: the result is the
+// value times a power of two, subnormals included. One packed multiplication brings in the group's
+// scale. The tile holds value * 2^-8: 2^126 * 448 is no BF16, and 2^118 * 448 is. Users put
+// kTileFactor into the logits and the output; it cancels nothing and rounds nothing.
+//
+// Paired order: the 16-bit places of 8 neighbouring dims hold dims 0 4 1 5 2 6 3 7, as shifts leave
+// them. A dot product does not mind, if the query has the same order; outputs are put back by
+// natural_order.
+//
+// A NaN scale makes its group NaN. Two differences from core/numerics.h on bytes that no encoder
+// writes: FP8 NaN codes read as 480, and an UE8M0 scale of 2^-127 as 0 (docs/numerics.md).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "core/numerics.h"
+
+namespace flash_csa::sm90 {
+
+inline constexpr float kTileFactor = 0x1p8f;  // value / what the tile holds
+
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+    __nv_bfloat162 x, y;
+    memcpy(&x, &a, sizeof a);
+    memcpy(&y, &b, sizeof b);
+    const __nv_bfloat162 product = __hmul2(x, y);
+    uint32_t bits;
+    memcpy(&bits, &product, sizeof bits);
+    return bits;
+}
+
+// Both halves of the result are the upper half of a float, which is exact in BF16.
+__device__ __forceinline__ uint32_t twice_bf16(float x) {
+    return __byte_perm(__float_as_uint(x), 0, 0x3232);
+}
+
+// Factors of two E4M3 scales (bytes 0 and 1) for e2m1_paired: 2^118 * scale, in both halves.
+__device__ __forceinline__ uint2 e4m3_factors(uint32_t scales) {
+    const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(scales), __NV_E4M3);
+    const float2 scale = __half22float2(__half2(raw));
+    return make_uint2(twice_bf16(scale.x * 0x1p118f), twice_bf16(scale.y * 0x1p118f));
+}
+
+// Factor of an UE8M0 byte for e4m3_paired: the scale, in both halves.
+__device__ __forceinline__ uint32_t ue8m0_factor(uint32_t byte) {
+    const uint32_t bits = (byte << 7) + ((byte + 1) >> 8 << 6);  // 0xff: NaN, not infinity
+    return bits * 0x10001u;
+}
+
+// Eight E2M1 codes. Placed bits are value * 2^-126.
+__device__ __forceinline__ uint4 e2m1_paired(uint32_t codes, uint32_t factor) {
+    constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01c001c0u;
+    const uint32_t x = (codes << 12 & kSign) | (codes << 6 & kMagnitude);
+    const uint32_t y = (codes << 8 & kSign) | (codes << 2 & kMagnitude);
+    const uint32_t z = (codes << 4 & kSign) | (codes >> 2 & kMagnitude);
+    const uint32_t w = (codes & kSign) | (codes >> 6 & kMagnitude);
+    return make_uint4(multiply_bf16x2(x, factor), multiply_bf16x2(y, factor),
+                      multiply_bf16x2(z, factor), multiply_bf16x2(w, factor));
+}
+
+// Eight E4M3 codes. Placed bits are value * 2^-120; the first factor leaves value * 2^-8, so that
+// no scale overflows the second.
+__device__ __forceinline__ uint4 e4m3_paired(uint32_t low, uint32_t high, uint32_t factor) {
+    constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x07f007f0u, kTo2m8 = 0x77807780u;
+    const auto pair = [=](uint32_t selector) {  // codes n and n + 4 into the upper bytes
+        const uint32_t codes = __byte_perm(low, high, selector);
+        const uint32_t placed = (codes & kSign) | (codes >> 4 & kMagnitude);
+        return multiply_bf16x2(multiply_bf16x2(placed, kTo2m8), factor);
+    };
+    return make_uint4(pair(0x4400), pair(0x5511), pair(0x6622), pair(0x7733));
+}
+
+// Eight 16-bit values in natural order, to paired order and back.
+__device__ __forceinline__ uint4 paired_order(uint4 x) {
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
+                      __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
+}
+__device__ __forceinline__ uint4 natural_order(uint4 x) {
+    return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.z, x.w, 0x5410),
+                      __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x7632));
+}
+
+// Eight BF16 values.
+__device__ __forceinline__ uint4 bf16_paired(uint4 values) {
+    constexpr uint32_t k2m8 = 0x3b803b80u;
+    const uint4 x = paired_order(values);
+    return make_uint4(multiply_bf16x2(x.x, k2m8), multiply_bf16x2(x.y, k2m8),
+                      multiply_bf16x2(x.z, k2m8), multiply_bf16x2(x.w, k2m8));
+}
+
+}  // namespace flash_csa::sm90

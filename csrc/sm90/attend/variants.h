@@ -1,0 +1,20 @@
+// The kernels between which attend.cu chooses.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/params.h"
+
+namespace flash_csa::sm90 {
+
+struct SplitPlan;
+
+// Any output, any heads; FP32 probabilities.
+cudaError_t attend_plain(const AttendParams& p, cudaStream_t stream);
+// BF16 output, on tensor cores.
+cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& plan, int num_sms,
+                              cudaStream_t stream);
+// Adds up the partial results of the rows that were cut.
+cudaError_t attend_reduce(const AttendParams& p, const SplitPlan& plan, cudaStream_t stream);
+
+}  // namespace flash_csa::sm90

@@ -1,0 +1,12 @@
+// Against values that the compiler would compute before a loop and keep in registers it lacks.
+#pragma once
+
+namespace flash_csa::sm90 {
+
+// The same number as if it were a new one: what follows from it is computed where it is used.
+__device__ __forceinline__ int fresh(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+}  // namespace flash_csa::sm90
