@@ -38,12 +38,13 @@ FCSA_HD int32_t visible_count(int32_t position, int32_t ratio, bool strict, int6
 template <class Params>
 FCSA_HD Columns columns_of(const Params& p, int32_t page_size, int64_t width, int64_t row) {
     const int32_t request = p.batch.row_request[row];
+    const int32_t position = p.batch.positions[row];  // two loads at a time
     if (request < 0 || request >= p.batch.requests) return {};
     Columns columns;
     columns.pages = p.block_table.row(request);
     columns.page_size = page_size;
-    columns.n_vis = visible_count(p.batch.positions[row], p.ratio, p.strict,
-                                  int64_t{p.block_table.columns} * page_size);
+    columns.n_vis =
+        visible_count(position, p.ratio, p.strict, int64_t{p.block_table.columns} * page_size);
     int64_t count = columns.n_vis;
     if (p.pool.blocks) {
         columns.blocks = p.pool.blocks.row(row);

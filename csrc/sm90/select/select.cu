@@ -11,6 +11,7 @@
 #include "sm90/common/launch.h"
 #include "sm90/select/results.cuh"
 #include "sm90/select/row_keys.cuh"
+#include "sm90/select/select_clusters.h"
 #include "sm90/select/split.cuh"
 
 namespace flash_csa::sm90 {
@@ -96,6 +97,7 @@ __global__ void __launch_bounds__(kTopKThreads, 2) select_kernel(SelectParams p,
 }  // namespace
 
 cudaError_t select(const SelectParams& p, cudaStream_t stream) {
+    if (select_fits_clusters(p)) return select_clusters(p, false, stream);
     const int32_t split = split_of(p);
     return launch(select_kernel, blocks_for(int64_t{p.batch.rows} * split, 1), kTopKThreads, 0,
                   stream, p, split);
