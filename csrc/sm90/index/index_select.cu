@@ -8,7 +8,9 @@
 #include <algorithm>
 
 #include "core/schedule.h"
+#include "sm90/index/reindex.h"
 #include "sm90/kernels.h"
+#include "sm90/select/select_clusters.h"
 #include "sm90/select/split.cuh"
 
 namespace flash_csa::sm90 {
@@ -93,13 +95,17 @@ IndexSelectParams tile_of(const IndexSelectParams& p, const Plan& plan, int64_t 
 }  // namespace
 
 cudaError_t index_select(const IndexSelectParams& p, cudaStream_t stream) {
+    if (reindex_fits(p)) return reindex(p, stream);
     const Plan plan = plan_of(p);
     const int64_t all = p.scores.batch.rows;
     if (plan.rows == 0) return all == 0 ? cudaSuccess : cudaErrorInvalidValue;
     for (int64_t first = 0; first < all; first += plan.rows) {
         const IndexSelectParams tile = tile_of(p, plan, first, std::min(plan.rows, all - first));
         cudaError_t error = index_scores(tile.scores, stream);
-        if (error == cudaSuccess) error = select(tile.select, stream);
+        if (error == cudaSuccess) {
+            error = select_fits_clusters(tile.select) ? select_clusters(tile.select, true, stream)
+                                                      : select(tile.select, stream);
+        }
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;

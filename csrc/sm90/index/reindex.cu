@@ -1,0 +1,130 @@
+// reindex: scores of the entries of a pool and the best k of them, in one launch; scores stay in
+// shared memory.
+//
+//   in   index pages, queries, weights, block table, pool      out  a Selection
+//
+// A cluster of 1 to 16 blocks takes a row, as many as fit while every row has one. Each block
+// scores a share of the pool (pool_scores.cuh); then the cluster selects (cluster_top_k.cuh).
+//
+// Floor: 68 bytes an entry, 1.1 MB a row of 2048 blocks. Limits: IndexFp4 keys, 64 heads, k and
+// pool of at most 2048, page sizes 8, 16, .., 256; index_select.cu has the other shapes.
+#include "sm90/common/cluster.h"
+#include "sm90/common/launch.h"
+#include "sm90/index/pool_scores.cuh"
+#include "sm90/index/reindex.h"
+#include "sm90/select/cluster_rows.cuh"
+#include "sm90/select/score_sources.cuh"
+
+namespace flash_csa::sm90 {
+namespace {
+
+static_assert(kPoolThreads == kClusterThreads);
+
+struct Shared {
+    union {
+        KeyRing ring;  // while scoring
+        CandidateShared top_k;
+    };
+    PoolScoresShared scoring;
+    PagedRow row;
+};
+
+// Ids are columns of the pool; scores of this block's share are in shared memory.
+struct ScoredPool {
+    static constexpr bool kForces = false, kAlwaysPresent = true;
+    const PagedRow& row;
+    const float* scores;  // from column `begin` on
+    int32_t begin;
+
+    __device__ static constexpr int32_t forced() { return -1; }
+    __device__ int32_t count() const { return row.columns.count; }
+    __device__ float4 load(int32_t id) const {
+        return *reinterpret_cast<const float4*>(scores + (id - begin));
+    }
+    __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
+    __device__ int32_t position(int32_t id) const {
+        return static_cast<int32_t>(row.columns.position(id));
+    }
+};
+
+// Blocks of a pool that one block of threads of `size` scores: whole tiles.
+__host__ __device__ constexpr int32_t blocks_each(int32_t blocks, int32_t size) {
+    return (blocks + size * kTileBlocks - 1) / (size * kTileBlocks) * kTileBlocks;
+}
+
+__device__ PoolPlace place_of(const PagedRow& row, const ConstPages& pages, int32_t block) {
+    constexpr Record r = record(RecordId::IndexFp4);
+    const int64_t position = int64_t{row.columns.blocks[block]} * kPoolBlock;
+    if (!row.columns.visible(position)) return {};
+    const int32_t slot = row.slot(static_cast<int32_t>(position));
+    if (!pages.holds(slot)) return {};
+    const uint8_t* codes = pages.row(r, slot);
+    return {codes, static_cast<int32_t>(pages.scales(r, slot) - codes),
+            min(kPoolBlock, row.columns.n_vis - static_cast<int32_t>(position))};
+}
+
+template <bool kCluster>
+__global__ void __launch_bounds__(kPoolThreads, 1)
+    reindex_kernel(IndexSelectParams p, int32_t page_shift, int32_t size) {
+    extern __shared__ uint4 shared_bytes[];
+    Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+    const int32_t most = blocks_each(p.scores.pool.width, size);
+    float* sScores = reinterpret_cast<float*>(&shared + 1);                          // [8 most]
+    PoolPlace* sPlaces = reinterpret_cast<PoolPlace*>(sScores + most * kPoolBlock);  // [most]
+    const int64_t row = blockIdx.x / static_cast<uint32_t>(size);
+    if (threadIdx.x == 0) {
+        shared.row = {columns_of(p.select, p.select.page_size, INT32_MAX, row), nullptr,
+                      page_shift};
+    }
+    __syncthreads();
+    const int32_t count = shared.row.columns.count / kPoolBlock;
+    const int32_t each = blocks_each(count, size);
+    const Share blocks = share_of<kCluster>(count, each);
+    const int32_t own = blocks.end - blocks.begin;
+    for (int32_t i = threadIdx.x; i < own; i += kPoolThreads) {
+        sPlaces[i] = place_of(shared.row, p.scores.index, blocks.begin + i);
+    }
+    __syncthreads();
+    PoolScorer(p.scores, sPlaces, own, shared.ring, shared.scoring).run(row, sScores);
+    __syncthreads();
+    const Share columns{blocks.begin * kPoolBlock, blocks.end * kPoolBlock,
+                        blocks.longest * kPoolBlock};
+    const ScoredPool source{shared.row, sScores, columns.begin};
+    select_entries<kCluster, 2 * kLookUnits>(p.select.out, row, p.select.k, source, columns,
+                                             shared.top_k);
+}
+
+size_t shared_bytes_of(int32_t width, int32_t size) {
+    const size_t block = kPoolBlock * sizeof(float) + sizeof(PoolPlace);
+    return sizeof(Shared) + blocks_each(width, size) * block;
+}
+static_assert(sizeof(Shared) + kMaxPoolBlocks * (kPoolBlock * sizeof(float) + sizeof(PoolPlace)) <=
+              227 * 1024);
+
+}  // namespace
+
+bool reindex_fits(const IndexSelectParams& p) {
+    const int32_t page_size = p.select.page_size;
+    return p.scores.pool.blocks && p.scores.index.record == RecordId::IndexFp4 &&
+           p.scores.query.heads <= kPoolHeads && p.select.k <= kMaxClusterTopK &&
+           p.scores.pool.width <= kMaxPoolBlocks && page_size >= kPoolBlock &&
+           (page_size & (page_size - 1)) == 0;
+}
+
+cudaError_t reindex(const IndexSelectParams& p, cudaStream_t stream) {
+    int32_t page_shift = 0;
+    while (1 << page_shift < p.select.page_size) ++page_shift;
+    const int64_t rows = p.scores.batch.rows;
+    const int32_t width = p.scores.pool.width;
+    const int32_t size = cluster_size_for<reindex_kernel<true>>(rows, kPoolThreads,
+                                                                shared_bytes_of(kMaxPoolBlocks, 2));
+    const size_t shared = shared_bytes_of(width, size);
+    if (size == 1) {
+        return launch(reindex_kernel<false>, blocks_for(rows, 1), kPoolThreads, shared, stream, p,
+                      page_shift, size);
+    }
+    return launch_clusters(reindex_kernel<true>, rows, size, kPoolThreads, shared, false, stream, p,
+                           page_shift, size);
+}
+
+}  // namespace flash_csa::sm90
