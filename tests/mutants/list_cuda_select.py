@@ -1,10 +1,10 @@
-"""Faults of the kernels that select and of Reindex: ties, bins, bounds, places, pools."""
+"""Faults of the kernels that select: ties, bins, bounds, places, pools."""
 
 from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        1601,
+        1501,
         "select",
         "a tie lost",
         "sm90/select/candidates.cuh",
@@ -14,7 +14,7 @@ MUTANTS = (
         "Tie overflow and infinities",
     ),
     Mutant(
-        1602,
+        1502,
         "select",
         "scores far above the bound wrap into low bins",
         "sm90/select/candidates.cuh",
@@ -24,7 +24,7 @@ MUTANTS = (
         "Top-k bucket overflow",
     ),
     Mutant(
-        1603,
+        1503,
         "select",
         "one barrier less before the ranks",
         "sm90/select/cluster_top_k.cuh",
@@ -33,7 +33,7 @@ MUTANTS = (
         "the prefix sum has barriers of its own, but reads the bits before them",
     ),
     Mutant(
-        1604,
+        1504,
         "select",
         "a range cut down to its best looks at no page",
         "sm90/select/cluster_top_k.cuh",
@@ -42,7 +42,7 @@ MUTANTS = (
         "an entry of a unit stands for the unit",
     ),
     Mutant(
-        1605,
+        1505,
         "select",
         "one pair too many of a peer",
         "sm90/select/candidates.cuh",
@@ -51,7 +51,7 @@ MUTANTS = (
         "what lies behind the last candidate is the last row's",
     ),
     Mutant(
-        1606,
+        1506,
         "select",
         "a bound that was too high is believed",
         "sm90/select/candidates.cuh",
@@ -61,7 +61,7 @@ MUTANTS = (
         "Top-k bucket overflow",
     ),
     Mutant(
-        1607,
+        1507,
         "select",
         "pool without the newest block",
         "sm90/select/score_sources.cuh",
@@ -71,49 +71,12 @@ MUTANTS = (
         "Candidate pinning and shortage",
     ),
     Mutant(
-        1608,
+        1508,
         "select",
         "results of a window start at the row's first",
         "sm90/select/cluster_top_k.cuh",
         "base += rank_words(base);",
         "rank_words(base);",
         "seen where a block owns more ids than a window of bits",
-    ),
-    Mutant(
-        1611,
-        "index",
-        "hidden entries of the newest block are scored",
-        "sm90/index/reindex.cu",
-        "min(kPoolBlock, row.columns.n_vis - static_cast<int32_t>(position))};",
-        "kPoolBlock};",
-        "a block is whole",
-        "Candidate pinning and shortage",
-    ),
-    Mutant(
-        1612,
-        "index",
-        "scale of the next group",
-        "sm90/index/pool_scores.cuh",
-        "const uint32_t byte = key_scales[i] >> (8 * g) & 0xff;",
-        "const uint32_t byte = key_scales[i] >> (8 * (g ^ 1)) & 0xff;",
-        "bytes of the scale word taken in pairs the wrong way round",
-    ),
-    Mutant(
-        1613,
-        "index",
-        "wide exponents take the short way",
-        "sm90/index/pool_scores.cuh",
-        "moderate = moderate && e >= -kModerateKey && e <= kModerateKey;",
-        "moderate = moderate && e >= -kModerateKey - 200 && e <= kModerateKey + 200;",
-        "no random data has such exponents",
-    ),
-    Mutant(
-        1614,
-        "index",
-        "a stage of the ring filled while it is read",
-        "sm90/index/pool_scores.cuh",
-        "fetch(tile + kStages * kPoolWarps, stage);",
-        "fetch(tile + (kStages - 1) * kPoolWarps, stage);",
-        "one tile is fetched twice, the one behind it never",
     ),
 )
