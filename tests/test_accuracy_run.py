@@ -129,6 +129,16 @@ def test_missing_and_failing_regress(finished):
     assert [r.axis for r in regressions(after, before)] == ["main KV", "pool"]
 
 
+def test_a_baseline_must_be_comparable(finished):
+    other = {**finished, "settings": {**finished["settings"], "seed": 3}}
+    with pytest.raises(ValueError, match="baseline's seed must be 0, got 3"):
+        regressions(finished, other)
+    with pytest.raises(ValueError, match="none of this run's tables"):
+        regressions(finished, {**finished, "results": []})
+    fewer = [r for r in finished["results"] if r["experiment"] == "kv"]
+    assert regressions({**finished, "results": fewer}, finished) == []
+
+
 def test_baselines_are_read(tmp_path):
     for content, expected in (("{", "cannot read"), ("[]", "must be a results.json")):
         (tmp_path / "b.json").write_text(content)

@@ -199,7 +199,8 @@ class Compiled(Formula):
 
 
 class _Rows:
-    """Each query row as a request of its own, so that rows may lie anywhere in the sequence."""
+    """Each query row as a request of its own, so that rows may lie anywhere in the sequence. A
+    request without rows comes first: rows and requests have different numbers."""
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class _Rows:
         self.where, self.pages = where, ceil_div(entries, PAGE_SIZE)
         device = where.positions.device
         starts = where.positions.tolist()
-        self.batch = Batch.build(starts, [1] * len(starts), device=device)
+        self.batch = Batch.build([0, *starts], [0] + [1] * len(starts), device=device)
         self._schedule = schedule(
             self.batch,
             ratios=[where.ratio],
@@ -231,5 +232,7 @@ class _Rows:
         return self._schedule[1 + ("index", "reindex", "attend").index(kind)]
 
     def block_table(self, table: Tensor) -> Tensor:
-        """i32 [Q, pages]: every request holds the one sequence."""
-        return table.int().expand(self.batch.num_requests, -1).contiguous()
+        """i32 [1 + Q, pages]: every request holds the sequence, but the first has no pages."""
+        tables = table.int().expand(self.batch.num_requests, -1).clone()
+        tables[0] = -1
+        return tables

@@ -32,6 +32,8 @@ from .synthetic import gaussian
 HELD = "inputs of the stage, as the formulas made them"
 # Of attention, by what it writes: BF16 probabilities and output; sums of another order.
 ROUNDING = {"BF16": 6e-3, "FP32": 1e-4}
+BIAS = {"BF16": 5e-4, "FP32": 1e-5}  # how far rounding may shrink or stretch an output on average
+TIED = 4  # values of a score for each standard deviation, where ties are made
 SCORES = 1e-5  # FP32 sums of another order, relative to the row's largest
 GROUP = 2e-2  # BF16 output, and entries whose scores differ in the last bit
 GROUP_TOKENS, GROUP_K, GROUP_SHAPE = 2048, 256, Shape(layers=6, heads=8, rows=16)
@@ -120,16 +122,19 @@ def _exact_scores(case: Case, scores: Tensor) -> Check:
 def _choices(case: Case) -> Iterator[Check]:
     backend, where = case.backend, case.where()
     scores = case.scores(0, INDEX_FP4, backend=FORMULA)
+    # Rounded to a few values, so that ties decide.
+    tied = (TIED * scores / scores.std()).round()
     # Half of k: what is selected inside is the whole pool, and nothing else.
     blocks = max(1, case.k // 2 // POOL_BLOCK)
-    pool = FORMULA.pool(scores, where, blocks, POOL_BLOCK)
-    made = backend.pool(scores, where, blocks, POOL_BLOCK)
-    yield _equal("pool", "blocks", made, pool)
-    lists = FORMULA.select(scores, where, case.k)
-    yield _equal("selection", "slots", backend.select(scores, where, case.k), lists)
-    inside = FORMULA.select(scores, where, case.k, pool, POOL_BLOCK)
-    made = backend.select(scores, where, case.k, pool, POOL_BLOCK)
-    yield _equal("selection", "slots inside a pool", made, inside)
+    for kind, given in (("", scores), (", among ties", tied)):
+        pool = FORMULA.pool(given, where, blocks, POOL_BLOCK)
+        made = backend.pool(given, where, blocks, POOL_BLOCK)
+        yield _equal("pool", f"blocks{kind}", made, pool)
+        lists = FORMULA.select(given, where, case.k)
+        yield _equal("selection", f"slots{kind}", backend.select(given, where, case.k), lists)
+        inside = FORMULA.select(given, where, case.k, pool, POOL_BLOCK)
+        made = backend.select(given, where, case.k, pool, POOL_BLOCK)
+        yield _equal("selection", f"slots inside a pool{kind}", made, inside)
     backend.reuse(lists.flip(0))  # of a step before
     yield _equal("reuse", "slots that a Reuse layer reads", backend.reuse(lists), lists)
 
@@ -155,6 +160,11 @@ def _attention(case: Case) -> Iterator[Check]:
                 text = f"{variant.name}, {name}, {output} output, worst row"
                 worst, allowed = errors.max().item(), ROUNDING[output]
                 yield Check("attention", text, worst, 0.0, allowed, len(errors), HELD)
+                if chosen is not lists:
+                    continue  # few probabilities: their own rounding shows
+                scale = ((out * expected).sum() / expected.square().sum()).item() - 1
+                text, allowed = f"{variant.name}, {output} output, bias", BIAS[output]
+                yield Check("attention", text, scale, -allowed, allowed, out.numel(), HELD)
 
 
 def _balanced_sink(case: Case) -> Tensor:
