@@ -20,12 +20,17 @@ cudaError_t raise_limits(void (*kernel)(Params...), size_t shared) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
+inline int32_t floor_log2(int32_t n) {  // of a positive number
+    int32_t log = 0;
+    while (n >>= 1) ++log;
+    return log;
+}
+
 struct ClusterLaunch {
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
 
-    // early: may start before the kernel in front has ended, and waits for it itself.
-    ClusterLaunch(int64_t clusters, int32_t size, int threads, size_t shared, bool early = false) {
+    ClusterLaunch(int64_t clusters, int32_t size, int threads, size_t shared) {
         attributes[0].id = cudaLaunchAttributeClusterDimension;
         attributes[0].val.clusterDim = {static_cast<unsigned>(size), 1, 1};
         attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -34,7 +39,7 @@ struct ClusterLaunch {
         config.blockDim = dim3(static_cast<unsigned>(threads));
         config.dynamicSmemBytes = shared;
         config.attrs = attributes;
-        config.numAttrs = early ? 2 : 1;
+        config.numAttrs = 1;
     }
     ClusterLaunch(const ClusterLaunch&) = delete;  // the configuration points into it
 };
@@ -64,13 +69,15 @@ int32_t cluster_size_for(int64_t clusters, int threads, size_t shared) {
     return size;
 }
 
-// `clusters` clusters of `size` blocks.
+// `clusters` clusters of `size` blocks. The kernel is launched while the one in front of it is
+// ending: what it reads and writes comes behind cudaGridDependencySynchronize().
 template <class... Params, class... Args>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int32_t size, int threads,
-                            size_t shared, bool early, cudaStream_t stream, const Args&... args) {
+                            size_t shared, cudaStream_t stream, const Args&... args) {
     if (clusters == 0) return cudaSuccess;
-    ClusterLaunch launch(clusters, size, threads, shared, early);
+    ClusterLaunch launch(clusters, size, threads, shared);
     launch.config.stream = stream;
+    launch.config.numAttrs = 2;
     last_launch = {launch.config.gridDim.x, 1, 1, threads, shared};
     const cudaError_t error = raise_limits(kernel, shared);
     if (error != cudaSuccess) return error;

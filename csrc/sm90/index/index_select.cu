@@ -10,7 +10,6 @@
 #include "core/schedule.h"
 #include "sm90/index/reindex.h"
 #include "sm90/kernels.h"
-#include "sm90/select/select_clusters.h"
 #include "sm90/select/split.cuh"
 
 namespace flash_csa::sm90 {
@@ -102,10 +101,7 @@ cudaError_t index_select(const IndexSelectParams& p, cudaStream_t stream) {
     for (int64_t first = 0; first < all; first += plan.rows) {
         const IndexSelectParams tile = tile_of(p, plan, first, std::min(plan.rows, all - first));
         cudaError_t error = index_scores(tile.scores, stream);
-        if (error == cudaSuccess) {
-            error = select_fits_clusters(tile.select) ? select_clusters(tile.select, true, stream)
-                                                      : select(tile.select, stream);
-        }
+        if (error == cudaSuccess) error = select(tile.select, stream);
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;

@@ -47,43 +47,72 @@ struct ScoredPool {
     }
 };
 
-// Blocks of a pool that one block of threads of `size` scores: whole tiles.
-__host__ __device__ constexpr int32_t blocks_each(int32_t blocks, int32_t size) {
-    return (blocks + size * kTileBlocks - 1) / (size * kTileBlocks) * kTileBlocks;
+// Blocks of a pool that one of 2^size_log blocks of threads scores: whole tiles.
+__host__ __device__ constexpr int32_t blocks_each(int32_t blocks, int32_t size_log) {
+    return ((blocks + (kTileBlocks << size_log) - 1) >> size_log) / kTileBlocks * kTileBlocks;
 }
 
-__device__ PoolPlace place_of(const PagedRow& row, const ConstPages& pages, int32_t block) {
+__device__ __forceinline__ PoolPlace place_of(const PagedRow& row, const ConstPages& pages,
+                                              int64_t position, int32_t page) {
     constexpr Record r = record(RecordId::IndexFp4);
-    const int64_t position = int64_t{row.columns.blocks[block]} * kPoolBlock;
-    if (!row.columns.visible(position)) return {};
-    const int32_t slot = row.slot(static_cast<int32_t>(position));
-    if (!pages.holds(slot)) return {};
-    const uint8_t* codes = pages.row(r, slot);
-    return {codes, static_cast<int32_t>(pages.scales(r, slot) - codes),
+    const int32_t size = row.columns.page_size;
+    const int32_t offset = static_cast<int32_t>(position) & (size - 1);
+    if (page < 0 || page >= pages.num_pages || static_cast<uint32_t>(page) > row.last_page) {
+        return {};
+    }
+    const uint8_t* codes = pages.data + page * pages.page_stride + r.data_at(offset);
+    return {codes, static_cast<int32_t>(r.scale_at(offset, size) - r.data_at(offset)),
             min(kPoolBlock, row.columns.n_vis - static_cast<int32_t>(position))};
+}
+
+// The places of a share of the pool. A thread takes four at a time: two reads depend on each other,
+// the four do not.
+__device__ void find_places(const PagedRow& row, const ConstPages& pages, const Share& blocks,
+                            PoolPlace* places) {
+    constexpr int kOwn = 4;
+    for (int32_t first = blocks.begin; first < blocks.end; first += kOwn * kPoolThreads) {
+        int64_t positions[kOwn];
+        int32_t page[kOwn];
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int32_t block = first + i * kPoolThreads + threadIdx.x;
+            positions[i] = block < blocks.end ? row.columns.blocks[block] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            positions[i] *= kPoolBlock;
+            const bool visible = row.columns.visible(positions[i]);
+            page[i] = visible ? row.columns.pages[positions[i] >> row.page_shift] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int32_t block = first + i * kPoolThreads + threadIdx.x;
+            if (block >= blocks.end) break;
+            places[block - blocks.begin] = place_of(row, pages, positions[i], page[i]);
+        }
+    }
 }
 
 template <bool kCluster>
 __global__ void __launch_bounds__(kPoolThreads, 1)
-    reindex_kernel(IndexSelectParams p, int32_t page_shift, int32_t size) {
+    reindex_kernel(IndexSelectParams p, int32_t page_shift, int32_t size_log) {
     extern __shared__ uint4 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-    const int32_t most = blocks_each(p.scores.pool.width, size);
+    const int32_t most = blocks_each(p.scores.pool.width, size_log);
     float* sScores = reinterpret_cast<float*>(&shared + 1);                          // [8 most]
     PoolPlace* sPlaces = reinterpret_cast<PoolPlace*>(sScores + most * kPoolBlock);  // [most]
-    const int64_t row = blockIdx.x / static_cast<uint32_t>(size);
+    cudaGridDependencySynchronize();  // launched while the kernel in front was ending
+    const int64_t row = blockIdx.x >> size_log;
     if (threadIdx.x == 0) {
-        shared.row = {columns_of(p.select, p.select.page_size, INT32_MAX, row), nullptr,
-                      page_shift};
+        shared.row = paged_row(columns_of(p.select, p.select.page_size, INT32_MAX, row), nullptr,
+                               page_shift);
     }
     __syncthreads();
     const int32_t count = shared.row.columns.count / kPoolBlock;
-    const int32_t each = blocks_each(count, size);
+    const int32_t each = blocks_each(count, size_log);
     const Share blocks = share_of<kCluster>(count, each);
     const int32_t own = blocks.end - blocks.begin;
-    for (int32_t i = threadIdx.x; i < own; i += kPoolThreads) {
-        sPlaces[i] = place_of(shared.row, p.scores.index, blocks.begin + i);
-    }
+    find_places(shared.row, p.scores.index, blocks, sPlaces);
     __syncthreads();
     PoolScorer(p.scores, sPlaces, own, shared.ring, shared.scoring).run(row, sScores);
     __syncthreads();
@@ -94,9 +123,9 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
                                              shared.top_k);
 }
 
-size_t shared_bytes_of(int32_t width, int32_t size) {
+size_t shared_bytes_of(int32_t width, int32_t size_log) {
     const size_t block = kPoolBlock * sizeof(float) + sizeof(PoolPlace);
-    return sizeof(Shared) + blocks_each(width, size) * block;
+    return sizeof(Shared) + blocks_each(width, size_log) * block;
 }
 static_assert(sizeof(Shared) + kMaxPoolBlocks * (kPoolBlock * sizeof(float) + sizeof(PoolPlace)) <=
               227 * 1024);
@@ -112,19 +141,18 @@ bool reindex_fits(const IndexSelectParams& p) {
 }
 
 cudaError_t reindex(const IndexSelectParams& p, cudaStream_t stream) {
-    int32_t page_shift = 0;
-    while (1 << page_shift < p.select.page_size) ++page_shift;
+    const int32_t page_shift = floor_log2(p.select.page_size);
     const int64_t rows = p.scores.batch.rows;
     const int32_t width = p.scores.pool.width;
     const int32_t size = cluster_size_for<reindex_kernel<true>>(rows, kPoolThreads,
-                                                                shared_bytes_of(kMaxPoolBlocks, 2));
-    const size_t shared = shared_bytes_of(width, size);
+                                                                shared_bytes_of(kMaxPoolBlocks, 1));
+    const size_t shared = shared_bytes_of(width, floor_log2(size));
     if (size == 1) {
         return launch(reindex_kernel<false>, blocks_for(rows, 1), kPoolThreads, shared, stream, p,
-                      page_shift, size);
+                      page_shift, 0);
     }
-    return launch_clusters(reindex_kernel<true>, rows, size, kPoolThreads, shared, false, stream, p,
-                           page_shift, size);
+    return launch_clusters(reindex_kernel<true>, rows, size, kPoolThreads, shared, stream, p,
+                           page_shift, floor_log2(size));
 }
 
 }  // namespace flash_csa::sm90

@@ -20,10 +20,10 @@ __device__ Share share_of(int32_t count, int32_t each) {
             static_cast<int32_t>(end < count ? end : count), each};
 }
 
+// Whole units, as even as may be, for the 2^size_log blocks of the cluster.
 template <bool kCluster>
-__device__ Share share_of(int32_t count) {
-    const int32_t size = kCluster ? cooperative_groups::this_cluster().num_blocks() : 1;
-    return share_of<kCluster>(count, (count / size / kUnit + 1) * kUnit);
+__device__ Share even_share_of(int32_t count, int32_t size_log) {
+    return share_of<kCluster>(count, ((count >> size_log) / kUnit + 1) * kUnit);
 }
 
 // Threads of all blocks of the cluster, counted from its first block's.

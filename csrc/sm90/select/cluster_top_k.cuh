@@ -51,7 +51,7 @@ class ClusterTopK : Candidates<kCluster> {
         clear();
         load(share, units);
         if (whole) {
-            drop_absent(share, units);
+            if constexpr (!Source::kAlwaysPresent) drop_absent(share, units);
             some[0] = units[0];
         } else {
             load_sample(share, some);
@@ -109,10 +109,13 @@ class ClusterTopK : Candidates<kCluster> {
         return id < end ? source_.load(id) : float4{nan, nan, nan, nan};
     }
 
+    // Pairs of units that lie beyond the range, all but the first, are left as they are.
     __device__ void load(const Share& share, float4 (&units)[kUnits]) const {
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
+        for (int u = 0; u < kUnits; u += 2) {
+            if (u > 0 && share.begin + u * kStripe >= share.end) break;
             units[u] = load_unit(unit_id(share.begin, u), share.end);
+            units[u + 1] = load_unit(unit_id(share.begin, u + 1), share.end);
         }
     }
 
@@ -128,11 +131,15 @@ class ClusterTopK : Candidates<kCluster> {
         uint32_t present[kUnits];
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
+            if (share.begin + u * kStripe >= share.end) break;
             const int32_t id = unit_id(share.begin, u);
             present[u] = id < share.end ? source_.present(id) : 0;
         }
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) drop_absent(present[u], units[u]);
+        for (int u = 0; u < kUnits; ++u) {
+            if (share.begin + u * kStripe >= share.end) break;
+            drop_absent(present[u], units[u]);
+        }
     }
 
     // Stripes of 128 ids, evenly spread over the range.
@@ -207,6 +214,7 @@ class ClusterTopK : Candidates<kCluster> {
         for (int32_t first = share.begin; first < share.end; first += kChunk) {
 #pragma unroll
             for (int u = 0; u < kUnits; u += 2) {
+                if (u >= kLookUnits && first + u * kStripe >= share.end) break;
                 if (u % kLookUnits == 0 && __syncthreads_or(full_)) refine();
                 const int32_t id = unit_id(first, u);
                 if (id < share.end) append(id, units[u], units[u + 1]);

@@ -14,10 +14,11 @@ struct PagedRow {
     Columns columns;
     const float* scores;
     int32_t page_shift;
+    uint32_t last_page;  // with 32-bit slots
 
     // Whether the entries around a visible position are on a page.
     __device__ bool on_page(int32_t position) const {
-        return slot_of(columns.pages[position >> page_shift], columns.page_size, 0) >= 0;
+        return static_cast<uint32_t>(columns.pages[position >> page_shift]) <= last_page;
     }
     __device__ int32_t slot(int32_t position) const {
         return slot_of(columns.pages[position >> page_shift], columns.page_size,
@@ -32,6 +33,11 @@ struct PagedRow {
         return {left > 0 ? at[0] : nan, left > 1 ? at[1] : nan, left > 2 ? at[2] : nan, nan};
     }
 };
+
+__device__ inline PagedRow paged_row(const Columns& columns, const float* scores,
+                                     int32_t page_shift) {
+    return {columns, scores, page_shift, uint32_t{INT32_MAX} >> page_shift};
+}
 
 // Ids are columns, which are positions.
 struct EntryScores {

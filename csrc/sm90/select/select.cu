@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kTopKThreads, 2) select_kernel(SelectParams p,
 }  // namespace
 
 cudaError_t select(const SelectParams& p, cudaStream_t stream) {
-    if (select_fits_clusters(p)) return select_clusters(p, false, stream);
+    if (select_fits_clusters(p)) return select_clusters(p, stream);
     const int32_t split = split_of(p);
     return launch(select_kernel, blocks_for(int64_t{p.batch.rows} * split, 1), kTopKThreads, 0,
                   stream, p, split);

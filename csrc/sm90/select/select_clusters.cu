@@ -28,7 +28,7 @@ struct Shared {
 
 template <bool kCluster>
 __device__ void write_blocks(const PoolOut& out, int64_t row, const BlockScores& source,
-                             CandidateShared& shared) {
+                             int32_t size_log, CandidateShared& shared) {
     const auto put = [&](int32_t i, int32_t block, uint32_t key) {
         out.blocks.row(row)[i] = block;
         if (!out.scores) return;
@@ -36,7 +36,7 @@ __device__ void write_blocks(const PoolOut& out, int64_t row, const BlockScores&
             score_of_key(key == kForcedKey ? order_key(source.maximum(block)) : key);
     };
     ClusterTopK<kCluster, 2, BlockScores> top_k(source, out.width, shared);
-    const int32_t count = top_k.run(share_of<kCluster>(source.count()), put);
+    const int32_t count = top_k.run(even_share_of<kCluster>(source.count(), size_log), put);
     const int32_t thread = cluster_thread<kCluster>();
     for (int32_t i = count + thread; i < out.width; i += cluster_threads<kCluster>()) put(i, -1, 0);
     if (thread == 0) out.counts[row] = count;
@@ -44,17 +44,18 @@ __device__ void write_blocks(const PoolOut& out, int64_t row, const BlockScores&
 
 template <bool kCluster, bool kInPool>
 __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
-    select_clusters_kernel(SelectParams p, int32_t page_shift, int32_t size) {
+    select_clusters_kernel(SelectParams p, int32_t page_shift, int32_t size_log) {
     extern __shared__ uint4 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-    const int64_t row = blockIdx.x / static_cast<uint32_t>(size);
+    cudaGridDependencySynchronize();  // launched while the kernel in front was ending
+    const int64_t row = blockIdx.x >> size_log;
     if (threadIdx.x == 0) {
-        shared.row = {columns_of(p, p.page_size, p.columns, row), p.scores.row(row), page_shift};
+        shared.row =
+            paged_row(columns_of(p, p.page_size, p.columns, row), p.scores.row(row), page_shift);
     }
-    cudaGridDependencySynchronize();  // scores may come from the kernel in front
     __syncthreads();
     constexpr int kUnits = kCluster ? 2 * kLookUnits : kLookUnits;  // registers of 1 or 2 blocks
-    const Share share = share_of<kCluster>(shared.row.columns.count);
+    const Share share = even_share_of<kCluster>(shared.row.columns.count, size_log);
     if (kInPool) {
         select_entries<kCluster, kUnits>(p.out, row, p.k, PoolScores{shared.row}, share,
                                          shared.top_k);
@@ -62,24 +63,24 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
         select_entries<kCluster, kUnits>(p.out, row, p.k, EntryScores{shared.row}, share,
                                          shared.top_k);
         if (p.pool_out.blocks) {
-            write_blocks<kCluster>(p.pool_out, row, BlockScores{shared.row}, shared.top_k);
+            write_blocks<kCluster>(p.pool_out, row, BlockScores{shared.row}, size_log,
+                                   shared.top_k);
         }
     }
 }
 
 template <bool kInPool>
-cudaError_t launch_rows(const SelectParams& p, bool early, cudaStream_t stream) {
-    int32_t page_shift = 0;
-    while (1 << page_shift < p.page_size) ++page_shift;
+cudaError_t launch_rows(const SelectParams& p, cudaStream_t stream) {
+    const int32_t page_shift = floor_log2(p.page_size);
     constexpr auto kernel = select_clusters_kernel<true, kInPool>;
     int32_t size = cluster_size_for<kernel>(p.batch.rows, kClusterThreads, sizeof(Shared));
     while (size > 1 && p.columns / size < kLeastColumns) size /= 2;
     if (size == 1) {
         return launch(select_clusters_kernel<false, kInPool>, blocks_for(p.batch.rows, 1),
-                      kClusterThreads, sizeof(Shared), stream, p, page_shift, size);
+                      kClusterThreads, sizeof(Shared), stream, p, page_shift, 0);
     }
-    return launch_clusters(kernel, p.batch.rows, size, kClusterThreads, sizeof(Shared), early,
-                           stream, p, page_shift, size);
+    return launch_clusters(kernel, p.batch.rows, size, kClusterThreads, sizeof(Shared), stream, p,
+                           page_shift, floor_log2(size));
 }
 
 }  // namespace
@@ -93,9 +94,8 @@ bool select_fits_clusters(const SelectParams& p) {
            p.pool_out.width <= kMaxClusterTopK;
 }
 
-cudaError_t select_clusters(const SelectParams& p, bool early, cudaStream_t stream) {
-    return p.pool.blocks ? launch_rows<true>(p, early, stream)
-                         : launch_rows<false>(p, early, stream);
+cudaError_t select_clusters(const SelectParams& p, cudaStream_t stream) {
+    return p.pool.blocks ? launch_rows<true>(p, stream) : launch_rows<false>(p, stream);
 }
 
 }  // namespace flash_csa::sm90

@@ -8,7 +8,6 @@
 namespace flash_csa::sm90 {
 
 bool select_fits_clusters(const SelectParams& p);
-// early: starts while the kernel in front of it, which writes the scores, is ending.
-cudaError_t select_clusters(const SelectParams& p, bool early, cudaStream_t stream);
+cudaError_t select_clusters(const SelectParams& p, cudaStream_t stream);
 
 }  // namespace flash_csa::sm90
