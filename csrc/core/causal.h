@@ -14,7 +14,9 @@ namespace flash_csa {
 FCSA_HD int32_t n_vis(int32_t position, int32_t ratio, bool strict = false) {
     if (position < 0) return 0;
     const int64_t closed = int64_t{position} + (strict ? 0 : 1);
-    return static_cast<int32_t>(closed / ratio < INT32_MAX ? closed / ratio : INT32_MAX);
+    // At most 2^31: a division of 32 bits, which costs a kernel a fifth of one of 64.
+    const uint32_t visible = static_cast<uint32_t>(closed) / static_cast<uint32_t>(ratio);
+    return static_cast<int32_t>(visible < INT32_MAX ? visible : INT32_MAX);
 }
 
 // True where the token at a position is the last of its group.
