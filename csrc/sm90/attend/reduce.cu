@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 cudaError_t attend_reduce(const AttendParams& p, const SplitPlan& plan, cudaStream_t stream) {
     const int64_t warps = int64_t{p.rows} * p.heads * kHalves;
-    return launch_after(reduce_kernel, blocks_for(warps, kWarps), 32 * kWarps, stream, p, plan);
+    return launch_after(reduce_kernel, blocks_for(warps, kWarps), 32 * kWarps, 0, stream, p, plan);
 }
 
 }  // namespace flash_csa::sm90
