@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/scoring.h"
+#include "sm90/common/permute.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -57,19 +58,24 @@ __device__ __forceinline__ ByteRange scale_range(uint32_t word) {
     return {min(min(a, b), min(c, d)), max(max(a, b), max(c, d))};
 }
 
-// Exponents within these bounds lose no bit in any order of powers of two: the factors of a score
-// may then be moved between its terms. 127 is the bias.
-constexpr int32_t kPlainExponent = 20;
-constexpr uint32_t kUnitScales = 0x7f7f7f7fu;
+// Powers of two may be moved between the factors of a score where no sum or product of it leaves
+// the normal range, however they are moved. That holds for exponents of keys in -31 .. 32, those of
+// queries within 20, and weights of 0 or 2^-40 .. 2^6; docs/index.md has the count of bits.
+constexpr uint32_t kUnitScales = 0x7f7f7f7fu;  // four exponents of 0
 
-__device__ __forceinline__ bool is_plain(ByteRange scales) {
-    return scales.low >= 127 - kPlainExponent && scales.high <= 127 + kPlainExponent;
+__device__ __forceinline__ bool is_plain_key(uint32_t scales) {
+    // A byte in 0x60 .. 0x9f plus 0x20 has 10 on top.
+    return (((scales + 0x20202020u) ^ 0x80808080u) & 0xc0c0c0c0u) == 0;
 }
 
-// True for weights that may take a power of two within 2 * kPlainExponent.
-__device__ __forceinline__ bool is_plain(float weight) {
+__device__ __forceinline__ bool is_plain_query(ByteRange scales) {
+    return scales.low >= 127 - 20 && scales.high <= 127 + 20;
+}
+
+// Infinities and NaN give the same score wherever the powers are.
+__device__ __forceinline__ bool is_plain_weight(float weight) {
     const float size = fabsf(weight);
-    return size == 0.0f || !(size < 0x1p-40f) && !(size > 0x1p40f && size < bits_float(kInfBits));
+    return !(size < 0x1p-40f && size > 0.0f) && !(size > 0x1p6f && size < bits_float(kInfBits));
 }
 
 // 2^(byte - 127) for 1 <= byte <= 254.
@@ -81,6 +87,41 @@ __device__ __forceinline__ float power_of_two(int32_t byte) {
 __device__ __forceinline__ int32_t head_fold(uint32_t scales, ByteRange range, int group) {
     const bool folds = range.high - range.low <= kMaxFold - kMinFold;
     return folds ? scale_byte(scales, group) - range.high + kMaxFold : 0;
+}
+
+// ---- Integers: half units times powers of two, for dots of all groups in one accumulator
+
+// Exponents of a vector's groups differ by at most this: 12 half units times 2^3 fit a byte.
+constexpr int32_t kMaxIntegerFold = 3;
+
+// Bytes of four E2M1 codes (the low 16 bits) that select positive values, negative ones are 0: a
+// set top bit of a selector repeats the sign of the byte, which is 0.
+struct HalfUnits {
+    uint32_t low, high;  // 0, 1, 2, 3 and 4, 6, 8, 12 half units times a power of two
+
+    __device__ __forceinline__ explicit HalfUnits(uint32_t power)
+        : low(power * 0x03020100u), high(power * 0x0c080604u) {}
+    __device__ __forceinline__ uint32_t positive(uint32_t codes) const {
+        return permute(low, high, codes);
+    }
+};
+
+// Two words of four bytes each: codes 0 .. 3 and 4 .. 7 of a word.
+struct IntegerWord {
+    uint32_t low, high;
+};
+
+__device__ __forceinline__ IntegerWord positive_units(uint32_t codes, const HalfUnits& units) {
+    return {units.positive(codes), units.positive(codes >> 16)};
+}
+
+__device__ __forceinline__ IntegerWord negative_units(uint32_t codes, const HalfUnits& units) {
+    return positive_units(codes ^ 0x88888888u, units);
+}
+
+// positive - negative in every byte; one of the two is 0.
+__device__ __forceinline__ uint32_t signed_units(uint32_t positive, uint32_t negative) {
+    return ((positive | 0x80808080u) - negative) ^ 0x80808080u;
 }
 
 }  // namespace flash_csa::sm90

@@ -1,12 +1,13 @@
 // The keys of a score kernel: a ring of units in shared memory, filled by bulk copies from pages.
 //
-//   loader warp   codes and scale words of a unit          full[stage]
-//   scale warp    scale words -> exponents of a key        ready[stage]
-//   consumers                                              empty[stage]
+//   feeder warps   copies of codes and scale words, some units ahead     full[stage]
+//                  scale words -> factors of each key                    ready[stage]
+//   consumers                                                            empty[stage]
 //
-// A unit is 128 consecutive columns of one request: four runs of 32 keys. A run is 16 bytes longer
-// than its codes, so that ldmatrix, which reads the same 16 bytes of two neighbouring keys of each
-// run at a time, meets every bank once.
+// Feeders take units in turn: one warp alone starts copies too slowly (70 cycles each) to keep up
+// with HBM. A unit is 128 consecutive columns of one request: four runs of 32 keys. A run is 16
+// bytes longer than its codes, so that ldmatrix, which reads the same 16 bytes of two neighbouring
+// keys of each run at a time, meets every bank once.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -32,158 +33,183 @@ using Barrier = cutlass::arch::ClusterTransactionBarrier;
 struct alignas(16) KeyStage {
     uint8_t codes[kUnitRuns * kRunBytes];
     uint32_t scales[kUnitKeys];
-    // Of each key: 2^(exponents of groups 1, 2, 3 minus that of group 0), 2^(exponent of group 0).
-    float4 factors[kUnitRuns][kRunKeys + 1];  // one more: the same key of four runs, four banks
-    uint32_t present;                         // bit i: keys 8 i .. 8 i + 7 are on a page
-    uint32_t plain;                           // all visible keys have plain scales
-    uint32_t unused[2];
+    // Of each key: floats 2^(exponents of groups 1, 2, 3 - that of group 0); bytes 2^(exponent of a
+    // group - lowest) where the unit folds. One more a run: the same key of four runs lies in four
+    // banks.
+    uint4 factors[kUnitRuns][kRunKeys + 1];
+    uint32_t present;  // bit i: keys 8 i .. 8 i + 7 are on a page
+    uint32_t plain;    // all visible keys have plain scales
+    uint32_t folds;    // and exponents that differ by at most kMaxIntegerFold
+    uint32_t unused;
 };
 
 struct KeyRing {
-    KeyStage* stages;
-    Barrier* full;   // [num_stages], one arrival
-    Barrier* ready;  // [num_stages], one arrival
-    Barrier* empty;  // [num_stages], one arrival of each warp of the group that took the unit
+    KeyStage* stages;  // [num_stages]
+    Barrier* full;     // one arrival
+    Barrier* ready;    // an arrival of each lane of the feeder
+    Barrier* empty;    // an arrival of each thread of the group that took the unit
     int32_t num_stages;
 
     // One thread; a barrier of the block follows.
-    __device__ void init(int32_t consumer_warps) const {
+    __device__ void init(int32_t consumers) const {
         for (int32_t i = 0; i < num_stages; ++i) {
             full[i].init(1);
-            ready[i].init(1);
-            empty[i].init(consumer_warps);
+            ready[i].init(32);
+            empty[i].init(consumers);
         }
         cutlass::arch::fence_barrier_init();
     }
 };
 
-// A role's place in the ring.
 struct RingPosition {
+    int32_t num_stages;
     int32_t stage = 0;
     uint32_t phase = 0;
 
-    __device__ __forceinline__ void advance(const KeyRing& ring, int32_t steps = 1) {
+    __device__ __forceinline__ void advance(int32_t steps) {  // at most num_stages
         stage += steps;
-        if (stage >= ring.num_stages) {
-            stage -= ring.num_stages;
+        if (stage >= num_stages) {
+            stage -= num_stages;
             phase ^= 1;
         }
     }
 };
 
-// ---- Loader
+using UnitTurn = Turn<RingPosition>;
 
-// Page ids of a request, 32 at a time in the lanes of a warp, the next 32 on their way.
-class PageList {
+// ---- Copies
+
+// What a lane copies of each unit: lanes 0..15 codes, lanes 16..31 scale words. A piece lies in one
+// page and, for codes, in one run.
+class Copier {
   public:
-    __device__ PageList(const int32_t* pages, int32_t first, int32_t count)
-        : pages_(pages), base_(first & ~31), count_(count) {
-        now_ = fetch(base_);
-        next_ = fetch(base_ + 32);
-    }
-    // Makes pages up to `last` available.
-    __device__ __forceinline__ void seek(int32_t last) {
-        if (last < base_ + 32) return;
-        base_ += 32;
-        now_ = next_;
-        next_ = fetch(base_ + 32);
-    }
-    __device__ __forceinline__ int32_t at(int32_t page) const {
-        return __shfl_sync(~0u, now_, page - base_);
+    __device__ explicit Copier(const IndexScoresParams& p) : p_(p) {
+        const int32_t lane = threadIdx.x % 32;
+        const int32_t size = p.index.page_size;
+        codes_ = lane < 16;
+        page_shift_ = __ffs(size) - 1;
+        const int32_t piece = min(codes_ ? kRunKeys : kUnitKeys, size);
+        key_ = lane % 16 * piece;
+        bytes_ = piece * (codes_ ? kKeyBytes : kScaleBytes);
+        target_ = codes_ ? key_ / kRunKeys * kRunBytes + key_ % kRunKeys * kKeyBytes
+                         : static_cast<int32_t>(offsetof(KeyStage, scales)) + key_ * kScaleBytes;
+        eighths_ = codes_ && key_ < kUnitKeys ? ((1u << piece / 8) - 1) << key_ / 8 : 0;
     }
 
-  private:
-    __device__ int32_t fetch(int32_t base) const {
-        const int32_t page = base + static_cast<int32_t>(threadIdx.x % 32);
-        return page < count_ ? __ldg(pages_ + page) : -1;
+    // The lane's page of a unit; -1 where it copies nothing.
+    __device__ __forceinline__ int32_t page_of(const Segment& segment, int32_t unit) const {
+        const int32_t column = unit * kUnitKeys + key_;
+        if (key_ >= kUnitKeys || column >= segment.count) return -1;
+        return __ldg(p_.block_table.row(segment.request) + (column >> page_shift_));
     }
-    const int32_t* pages_;
-    int32_t base_, count_;
-    int32_t now_, next_;
-};
 
-// One warp. Lanes 0..15 copy codes, lanes 16..31 scale words; a piece lies in one page and, for
-// codes, in one run.
-__device__ __forceinline__ void load_keys(const IndexScoresParams& p, const Segment& segment,
-                                          const KeyRing& ring, RingPosition& at) {
-    const int32_t lane = threadIdx.x % 32;
-    const ConstPages& index = p.index;
-    const int32_t page_shift = __ffs(index.page_size) - 1;
-    const bool codes = lane < 16;
-    const int32_t piece = min(codes ? kRunKeys : kUnitKeys, index.page_size);
-    const int32_t key = (lane % 16) * piece;  // of the unit
-    const uint32_t bytes = piece * (codes ? kKeyBytes : kScaleBytes);
-    const int32_t target =
-        codes ? key / kRunKeys * kRunBytes + key % kRunKeys * kKeyBytes
-              : static_cast<int32_t>(offsetof(KeyStage, scales)) + key * kScaleBytes;
-    const int32_t* table = p.block_table.row(p.batch.row_request[segment.first_row]);
-    PageList pages(table, segment.begin * kUnitKeys >> page_shift,
-                   (segment.count + index.page_size - 1) >> page_shift);
-    for (int32_t unit = segment.begin; unit < segment.end; ++unit, at.advance(ring)) {
-        const int32_t column = unit * kUnitKeys + min(key, kUnitKeys - 1);
-        pages.seek((unit * kUnitKeys + kUnitKeys - 1) >> page_shift);
-        const int32_t page = pages.at(column >> page_shift);
-        const bool copies =
-            key < kUnitKeys && column < segment.count && page >= 0 && page < index.num_pages;
-        const uint8_t* source = index.data + page * index.page_stride;
-        const int32_t offset = column & (index.page_size - 1);
-        source += codes ? int64_t{offset} * kKeyBytes
-                        : int64_t{index.page_size} * kKeyBytes + offset * kScaleBytes;
-        const uint32_t total = __reduce_add_sync(~0u, copies ? bytes : 0);
-        // Keys of this lane's piece, in eighths; only code pieces, which cover every key once.
-        const uint32_t eighths = codes && copies ? ((1u << piece / 8) - 1) << key / 8 : 0;
-        const uint32_t present = __reduce_or_sync(~0u, eighths);
+    __device__ __forceinline__ void copy(int32_t unit, int32_t page, const KeyRing& ring,
+                                         const RingPosition& at) const {
+        const ConstPages& index = p_.index;
+        const bool copies = page >= 0 && page < index.num_pages;
+        const int32_t offset = (unit * kUnitKeys + key_) & (index.page_size - 1);
+        const int32_t in_page =
+            codes_ ? offset * kKeyBytes : index.page_size * kKeyBytes + offset * kScaleBytes;
+        const uint8_t* source = index.data + page * index.page_stride + in_page;
+        const uint32_t lanes = __ballot_sync(~0u, copies);
+        const uint32_t total = __popc(lanes & 0xffffu) * __shfl_sync(~0u, bytes_, 0) +
+                               __popc(lanes >> 16) * __shfl_sync(~0u, bytes_, 16);
+        const uint32_t present = __reduce_or_sync(~0u, copies ? eighths_ : 0);
         KeyStage& stage = ring.stages[at.stage];
+        Barrier& full = ring.full[at.stage];
         ring.empty[at.stage].wait(at.phase ^ 1);
-        if (lane == 0) {
+        if (threadIdx.x % 32 == 0) {
             stage.present = present;
-            ring.full[at.stage].arrive_and_expect_tx(total);
+            full.arrive_and_expect_tx(total);
         }
         __syncwarp();
         if (copies) {
-            cute::SM90_BULK_COPY_G2S::copy(
-                source, reinterpret_cast<uint64_t*>(&ring.full[at.stage]),
-                reinterpret_cast<uint8_t*>(&stage) + target, static_cast<int32_t>(bytes));
+            cute::SM90_BULK_COPY_G2S::copy(source, reinterpret_cast<uint64_t*>(&full),
+                                           reinterpret_cast<uint8_t*>(&stage) + target_, bytes_);
         }
     }
-}
+
+  private:
+    const IndexScoresParams& p_;
+    int32_t key_;  // first of the piece, in the unit; lanes without a piece lie behind it
+    int32_t bytes_, target_, page_shift_;
+    uint32_t eighths_;  // bit i: the piece covers keys 8 i .. 8 i + 7
+    bool codes_;
+};
 
 // ---- Scales
 
-// The factors of a key and whether its scales are plain. An absent key's score becomes NaN.
-__device__ __forceinline__ bool key_factors(uint32_t word, bool visible, bool present,
-                                            float4* factors) {
-    if (!visible || !present) word = kUnitScales;
-    const int32_t first = scale_byte(word, 0);
-    factors->x = power_of_two(scale_byte(word, 1) - first + 127);
-    factors->y = power_of_two(scale_byte(word, 2) - first + 127);
-    factors->z = power_of_two(scale_byte(word, 3) - first + 127);
-    factors->w = present ? power_of_two(first) : bits_float(kNanBits);
-    return is_plain(scale_range(word));
+__device__ __forceinline__ uint4 key_factors(uint32_t word, int32_t lowest) {
+    const uint32_t relative = word + (kUnitScales - (word & 0xffu) * 0x01010101u);  // if plain
+    // 1 << (0 .. 3) in every byte that folds: bits 0 and 1 of a difference d give (1 + b0)(1 + 3
+    // b1).
+    const uint32_t d = word - lowest * 0x01010101u;
+    const uint32_t b0 = d & 0x01010101u, b1 = d >> 1 & 0x01010101u;
+    const uint32_t powers = (0x01010101u + b0) + b1 * 3 + 3 * (b0 & b1);
+    return {relative << 15 & kInfBits, relative << 7 & kInfBits, relative >> 1 & kInfBits, powers};
 }
 
-// One warp.
-__device__ __forceinline__ void prepare_scales(const Segment& segment, const KeyRing& ring,
-                                               RingPosition& at) {
+// One warp; the copies of the unit are on their way.
+__device__ __forceinline__ void prepare_scales(const Segment& segment, int32_t unit,
+                                               const KeyRing& ring, const RingPosition& at) {
     const int32_t lane = threadIdx.x % 32;
-    for (int32_t unit = segment.begin; unit < segment.end; ++unit, at.advance(ring)) {
-        KeyStage& stage = ring.stages[at.stage];
-        ring.full[at.stage].wait(at.phase);
-        const uint32_t present = stage.present;
-        bool plain = true;
-        static_assert(kRunKeys == 32);
+    KeyStage& stage = ring.stages[at.stage];
+    ring.full[at.stage].wait(at.phase);
+    const uint32_t present = stage.present;
+    const int32_t visible = segment.count - unit * kUnitKeys;
+    static_assert(kRunKeys == 32);
+    uint32_t words[kUnitRuns];
+    int32_t lowest[kUnitRuns];
+    bool plain = true, folds = true;
 #pragma unroll
-        for (int i = 0; i < kUnitRuns; ++i) {
-            const int32_t key = kRunKeys * i + lane;
-            const bool visible = unit * kUnitKeys + key < segment.count;
-            plain &= key_factors(stage.scales[key], visible, present >> key / 8 & 1,
-                                 &stage.factors[i][lane]);
+    for (int i = 0; i < kUnitRuns; ++i) {
+        const int32_t key = kRunKeys * i + lane;
+        const bool counts = key < visible && (present >> key / 8 & 1) != 0;
+        words[i] = counts ? stage.scales[key] : kUnitScales;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnitRuns; ++i) {
+        const ByteRange range = scale_range(words[i]);
+        lowest[i] = range.low;
+        plain &= is_plain_key(words[i]);
+        folds &= range.high - range.low <= kMaxIntegerFold;
+    }
+    plain = __all_sync(~0u, plain);
+    folds = __all_sync(~0u, folds) && plain;
+#pragma unroll
+    for (int i = 0; i < kUnitRuns; ++i) {
+        stage.factors[i][lane] = key_factors(words[i], lowest[i]);
+    }
+    if (lane == 0) {
+        stage.plain = plain;
+        stage.folds = folds;
+    }
+    __syncwarp();
+    ring.ready[at.stage].arrive();
+}
+
+// ---- Feeder
+
+constexpr int kFeeders = 4;  // warps
+
+// One warp: all its units of a list. Copies run ahead, less than the feeder's share of the ring:
+// the consumers must get the scales that the unit in the way of a copy waits for.
+__device__ __forceinline__ void feed_keys(const IndexScoresParams& p, const WorkList& list,
+                                          const KeyRing& ring, UnitTurn& copy_turn,
+                                          UnitTurn& scale_turn) {
+    const Copier copier(p);
+    const int32_t most = max(2, ring.num_stages / kFeeders - 1);
+    Units<RingPosition> copies(list, copy_turn);
+    int32_t page = copies.valid() ? copier.page_of(copies.segment, copies.unit) : -1;
+    int32_t ahead = 0;  // units copied that have no scales yet
+    for (Units<RingPosition> scales(list, scale_turn); scales.valid(); scales.advance(), --ahead) {
+        for (; copies.valid() && ahead < most; ++ahead) {
+            copier.copy(copies.unit, page, ring, copies.at());
+            copies.advance();
+            // Here, so that nothing waits for it before the next copy.
+            if (copies.valid()) page = copier.page_of(copies.segment, copies.unit);
         }
-        plain = __all_sync(~0u, plain);
-        if (lane == 0) {
-            stage.plain = plain;
-            ring.ready[at.stage].arrive();
-        }
+        prepare_scales(scales.segment, scales.unit, ring, scales.at());
     }
 }
 

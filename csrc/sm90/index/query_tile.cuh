@@ -11,49 +11,86 @@
 
 namespace flash_csa::sm90 {
 
-constexpr int32_t kQueryBytes = kIndexDims;  // of a head, E4M3
+constexpr int32_t kQueryBytes = kIndexDims;  // of a head, in each form
 
+// Dots of folded keys are integers, which the epilogue takes for subnormal floats: as quarters of
+// 2^-149. Their weights make up for most of it, the last factor of a score for the rest.
+constexpr int32_t kFoldedWeightExponent = 100;
+constexpr int32_t kFoldedScoreExponent = 149 - 2 - kFoldedWeightExponent;
+
+// [rows, heads] of 128 bytes each, 128-byte swizzle, K contiguous.
 struct QueryTile {
-    uint8_t* codes;   // [rows, heads] of 128 bytes, 128-byte swizzle, K contiguous
-    float* weights;   // [rows, heads], times the powers of two that left the dots of plain rows
-    uint32_t* plain;  // [rows], 1 where all scales and weights are plain
+    uint8_t* codes;         // E4M3, exponents of a head's groups folded
+    uint8_t* units;         // half units, exponents folded
+    uint8_t* minus;         // their negatives; null: not wanted
+    float* weights;         // [rows, heads] times what codes leave of the scales, halved
+    float* folded_weights;  // [rows, heads] times what units leave of them
+    uint32_t* plain;        // [rows], 1 where all scales and weights are plain
+    uint32_t* folds;        // 1 where units hold all rows
 
-    __device__ __forceinline__ void store(int32_t head, int group, const uint4& raw,
-                                          int32_t fold) const {
-        const PlacedWord w[4] = {fold_codes(raw.x, fold), fold_codes(raw.y, fold),
-                                 fold_codes(raw.z, fold), fold_codes(raw.w, fold)};
-        uint4* row = reinterpret_cast<uint4*>(codes + head * kQueryBytes);
-        row[(2 * group) ^ (head % 8)] = {w[0].even, w[1].even, w[2].even, w[3].even};
-        row[(2 * group + 1) ^ (head % 8)] = {w[0].odd, w[1].odd, w[2].odd, w[3].odd};
+    __device__ __forceinline__ static void put(uint8_t* tile, int32_t head, int chunk,
+                                               const uint4& value) {
+        reinterpret_cast<uint4*>(tile + head * kQueryBytes)[chunk ^ (head % 8)] = value;
+    }
+    __device__ __forceinline__ void put_codes(int32_t head, int group, const uint32_t (&raw)[4],
+                                              int32_t fold) const {
+        PlacedWord w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = fold_codes(raw[i], fold);
+        put(codes, head, 2 * group, {w[0].even, w[1].even, w[2].even, w[3].even});
+        put(codes, head, 2 * group + 1, {w[0].odd, w[1].odd, w[2].odd, w[3].odd});
+    }
+    __device__ __forceinline__ void put_units(int32_t head, int group, const uint32_t (&raw)[4],
+                                              uint32_t power) const {
+        const HalfUnits table(power);
+        IntegerWord plus[4], less[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const IntegerWord a = positive_units(raw[i], table), b = negative_units(raw[i], table);
+            plus[i] = {signed_units(a.low, b.low), signed_units(a.high, b.high)};
+            less[i] = {signed_units(b.low, a.low), signed_units(b.high, a.high)};
+        }
+        put(units, head, 2 * group, {plus[0].low, plus[1].low, plus[2].low, plus[3].low});
+        put(units, head, 2 * group + 1, {plus[0].high, plus[1].high, plus[2].high, plus[3].high});
+        if (minus == nullptr) return;
+        put(minus, head, 2 * group, {less[0].low, less[1].low, less[2].low, less[3].low});
+        put(minus, head, 2 * group + 1, {less[0].high, less[1].high, less[2].high, less[3].high});
     }
 };
 
-// kThreads threads fill the tile of a segment; a barrier before and after is the caller's.
+// kThreads threads fill the tile of a segment; a barrier before and after is the caller's. plain
+// and folds are 1 before.
 template <int kThreads>
 __device__ void load_queries(const IndexScoresParams& p, const Segment& segment,
                              int32_t padded_heads, const QueryTile& tile, int32_t thread) {
     const int32_t heads = p.query.heads;
     for (int32_t i = thread; i < segment.rows * padded_heads * kIndexGroups; i += kThreads) {
         const int32_t head = i / kIndexGroups, group = i % kIndexGroups;
-        const int64_t row = segment.first_row + head / padded_heads;
-        const int32_t h = head % padded_heads;
-        if (h >= heads) {
-            tile.store(head, group, {}, 0);
-            if (group == 0) tile.weights[head] = 0.0f;
-            continue;
+        const int32_t row = head / padded_heads, h = head % padded_heads;
+        const int64_t global_row = int64_t{segment.first_row} + row;
+        uint32_t raw[4] = {}, scales = kUnitScales;
+        float weight = 0.0f;
+        if (h < heads) {
+            const uint8_t* codes = p.query.codes.row(global_row) + h * kKeyBytes;
+            const uint4 words = reinterpret_cast<const uint4*>(codes)[group];
+            scales = static_cast<uint32_t>(p.query.scales_ue8m0.row(global_row)[h]);
+            weight = head_weight(p.weights, global_row, h);
+            raw[0] = words.x, raw[1] = words.y, raw[2] = words.z, raw[3] = words.w;
         }
-        const uint32_t scales = static_cast<uint32_t>(p.query.scales_ue8m0.row(row)[h]);
-        const uint8_t* codes = p.query.codes.row(row) + h * kKeyBytes;
         const ByteRange range = scale_range(scales);
-        tile.store(head, group, reinterpret_cast<const uint4*>(codes)[group],
-                   head_fold(scales, range, group));
+        const int32_t spread = range.high - range.low;
+        tile.put_codes(head, group, raw, head_fold(scales, range, group));
+        tile.put_units(head, group, raw,
+                       1u << min(scale_byte(scales, group) - range.low, kMaxIntegerFold));
         if (group != 0) continue;
-        const float weight = head_weight(p.weights, row, h);
         // Halved: the epilogue adds a dot and its magnitude instead of taking a maximum.
         tile.weights[head] = mul_rn(weight, mul_rn(0.5f, power_of_two(range.high)));
         const bool plain =
-            is_plain(range) && is_plain(weight) && range.high - range.low <= kMaxFold - kMinFold;
-        if (!plain) atomicAnd(&tile.plain[head / padded_heads], 0u);
+            is_plain_query(range) && is_plain_weight(weight) && spread <= kMaxFold - kMinFold;
+        tile.folded_weights[head] =
+            mul_rn(weight, power_of_two(plain ? range.low + kFoldedWeightExponent : 127));
+        if (!plain) tile.plain[row] = 0;
+        if (!plain || spread > kMaxIntegerFold) *tile.folds = 0;
     }
 }
 

@@ -8,10 +8,8 @@
 
 namespace flash_csa::sm90 {
 
-constexpr int kConsumerGroups = 3;         // 448 threads of up to 144 registers
-constexpr int32_t kDecodeRows = 8;         // of a request; more is prefill
-constexpr int32_t kQueryTile = 128 << 10;  // bytes of query codes: the ring keeps 8 stages
-constexpr int32_t kMaxStages = 16;         // 139 KB of keys on their way
+constexpr int kConsumerGroups = 3;  // 448 threads of up to 144 registers
+constexpr int32_t kMinusRows = 2;   // of a group, up to which keys are converted without signs
 
 // FP4 keys and queries of all entries; page sizes that are powers of two, so that a page holds
 // whole pieces of a run.
@@ -24,9 +22,10 @@ inline bool takes_tiles(const IndexScoresParams& p) {
 inline ScorePlan plan_scores(const IndexScoresParams& p, int32_t heads_of_mma) {
     ScorePlan plan;
     plan.padded_heads = (p.query.heads + heads_of_mma - 1) / heads_of_mma * heads_of_mma;
-    const int32_t fit = kQueryTile / (plan.padded_heads * kQueryBytes);
-    plan.max_rows = std::max(1, std::min({p.batch.max_rows, fit, p.batch.rows}));
+    const int32_t fit = kQueryTile / (2 * plan.padded_heads * kQueryBytes);
+    plan.max_rows = std::max(1, std::min({p.batch.max_rows, fit, p.batch.rows, kMaxGroupRows}));
     plan.num_stages = kMaxStages;
+    plan.minus = plan.max_rows <= kMinusRows;
     return plan;
 }
 
@@ -35,15 +34,15 @@ cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::
                                cudaStream_t stream) {
     using Config = ScoreConfig<kHeads, kConsumerGroups, Sink>;
     ScorePlan plan = plan_scores(p, kHeads);
-    while (ScoreShared<Config>(nullptr, plan).bytes > kSmemOptIn) --plan.num_stages;
+    while (ScoreShared<Config>(nullptr, plan).bytes > kSmemOptIn) plan.num_stages -= kFeeders;
     int device = 0, sms = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) {
         error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     }
     if (error != cudaSuccess) return error;
-    return launch(score_kernel<Config>, dim3(sms), Config::kThreads,
-                  ScoreShared<Config>(nullptr, plan).bytes, stream, p, plan, sink);
+    return launch_after(score_kernel<Config>, dim3(sms), Config::kThreads,
+                        ScoreShared<Config>(nullptr, plan).bytes, stream, p, plan, sink);
 }
 
 // Scores of every visible entry, handed to a sink (score_tile.cuh). takes_tiles(p) holds.

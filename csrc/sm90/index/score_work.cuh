@@ -6,8 +6,9 @@
 // list of segments.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
 #include <cstdint>
-#include <cub/block/block_scan.cuh>
 
 #include "core/columns.h"
 
@@ -15,22 +16,31 @@ namespace flash_csa::sm90 {
 
 constexpr int32_t kUnitKeys = 128;
 
+// Named barriers, as cutlass counts those of users.
+constexpr uint32_t kConsumerBarrier = 0, kPlannerBarrier = 1, kBlockBarrier = 2;
+
 struct Segment {
+    int32_t request;
     int32_t first_row;
-    int32_t rows;        // of one request
+    int32_t rows;
     int32_t begin, end;  // units
     int32_t count;       // columns of the row that has most
 };
 
-// The segments of one block among those of kThreads rows. Empty ones have begin == end.
-template <int kThreads>
-struct WorkList {
-    using Scan = cub::BlockScan<int32_t, kThreads>;
+constexpr int32_t kPlanners = 128;   // threads
+constexpr int32_t kPlannerRows = 4;  // of a thread
+constexpr int32_t kListRows = kPlanners * kPlannerRows;
 
-    typename Scan::TempStorage scan;
-    Segment segments[kThreads];
-    int32_t first, last;  // segments [first, last]
+// The segments of one block among those of kListRows rows.
+struct WorkList {
+    Segment segments[kListRows];        // by first row; empty ones have begin == end
+    int32_t first, last;                // segments [first, last] are of this block; none: last < 0
+    int32_t warp_sums[kPlanners / 32];  // of a scan
 };
+
+__device__ __forceinline__ int32_t units_of(int32_t columns) {
+    return (columns + kUnitKeys - 1) / kUnitKeys;
+}
 
 namespace detail {
 
@@ -42,11 +52,26 @@ __device__ __forceinline__ bool starts_group(const BatchView& batch, int32_t row
 
 }  // namespace detail
 
+// The group of one row. Its loads do not wait for each other.
+__device__ __forceinline__ Segment group_of(const IndexScoresParams& p, int32_t row) {
+    const int32_t request = p.batch.row_request[row], position = p.batch.positions[row];
+    const int64_t capacity = int64_t{p.block_table.columns} * p.index.page_size;
+    Segment group = {request, row, 1, 0, 0, 0};
+    if (request >= 0 && request < p.batch.requests) {
+        group.count = visible_count(position, p.ratio, p.strict, min(capacity, p.columns));
+    }
+    group.end = units_of(group.count);
+    return group;
+}
+
 // The group that starts at a row; none where the row continues one.
 __device__ __forceinline__ Segment group_at(const IndexScoresParams& p, int32_t row,
                                             int32_t max_rows) {
-    Segment group = {row, 0, 0, 0, 0};
+    Segment group = {};
+    if (max_rows == 1 && row < p.batch.rows) return group_of(p, row);
     if (row >= p.batch.rows || !detail::starts_group(p.batch, row, max_rows)) return group;
+    group.request = p.batch.row_request[row];
+    group.first_row = row;
     int32_t next = row;
     do {
         const int32_t count = columns_of(p, p.index.page_size, p.columns, next).count;
@@ -54,51 +79,153 @@ __device__ __forceinline__ Segment group_at(const IndexScoresParams& p, int32_t 
         ++next;
     } while (next < p.batch.rows && !detail::starts_group(p.batch, next, max_rows));
     group.rows = next - row;
-    group.end = (group.count + kUnitKeys - 1) / kUnitKeys;
+    group.end = units_of(group.count);
     return group;
 }
 
-// Calls f(segment) for the segments of this block, in order. All threads of the block call it, and
-// run through the segments at their own pace, one stretch of kThreads rows at a time.
-template <int kThreads, class F>
-__device__ __forceinline__ void for_each_segment(const IndexScoresParams& p, int32_t max_rows,
-                                                 WorkList<kThreads>& list, const F& f) {
-    using Scan = typename WorkList<kThreads>::Scan;
-    const int32_t chunks = (p.batch.rows + kThreads - 1) / kThreads;
-    Segment group;
-    int32_t total = 0, before = 0, chunk_units = 0;  // before: of the chunk, before the group
-    for (int32_t chunk = 0; chunk < chunks; ++chunk) {
-        group = group_at(p, chunk * kThreads + threadIdx.x, max_rows);
-        Scan(list.scan).ExclusiveSum(group.end, before, chunk_units);
-        total += chunk_units;
-        __syncthreads();
+// Fills the list of a block, one stretch of kListRows rows at a time. kPlanners threads.
+class Planner {
+  public:
+    __device__ Planner(const IndexScoresParams& p, int32_t max_rows, WorkList& list, int32_t thread)
+        : p_(p), max_rows_(max_rows), list_(list), thread_(thread) {
+        int32_t total = 0;
+        do {
+            total += count_stretch();
+            first_row_ += kListRows;
+        } while (first_row_ < p.batch.rows);
+        const int32_t blocks = static_cast<int32_t>(gridDim.x);
+        const int32_t run = (total + blocks - 1) / blocks;
+        begin_ = min(run * static_cast<int32_t>(blockIdx.x), total);
+        end_ = min(begin_ + run, total);
+        first_row_ = 0;
     }
-    const int32_t run = (total + gridDim.x - 1) / gridDim.x;
-    const int32_t begin = min(run * static_cast<int32_t>(blockIdx.x), total);
-    const int32_t end = min(begin + run, total);
-    int32_t chunk_begin = 0;
-    for (int32_t chunk = 0; chunk < chunks && chunk_begin < end; ++chunk) {
-        if (chunks > 1) {
-            group = group_at(p, chunk * kThreads + threadIdx.x, max_rows);
-            Scan(list.scan).ExclusiveSum(group.end, before, chunk_units);
+
+    // The next stretch that holds segments of the block; an empty list where there is none.
+    // Barriers of all readers of the list come before and after.
+    __device__ void next() {
+        list_.last = -1;
+        sync();
+        for (bool found = false; !found && first_row_ < p_.batch.rows && stretch_begin_ < end_;) {
+            const bool single = p_.batch.rows <= kListRows;
+            const int32_t stretch_end =
+                stretch_begin_ + (single ? stretch_units_ : count_stretch());
+            found = begin_ < stretch_end;
+            if (found) write(stretch_end);
+            stretch_begin_ = stretch_end;
+            first_row_ += kListRows;
         }
-        before += chunk_begin;
-        const int32_t after = before + group.end;
-        const int32_t from = max(begin, chunk_begin);
-        const int32_t to = min(end, chunk_begin + chunk_units);
-        if (before <= from && from < after) list.first = threadIdx.x;
-        if (before < to && to <= after) list.last = threadIdx.x;
-        group.begin = min(max(from - before, 0), group.end);
-        group.end = max(min(to - before, group.end), group.begin);
-        list.segments[threadIdx.x] = group;
-        __syncthreads();
-        for (int32_t i = from < to ? list.first : kThreads; i < kThreads && i <= list.last; ++i) {
-            const Segment segment = list.segments[i];
-            if (segment.begin < segment.end) f(segment);
-        }
-        __syncthreads();
-        chunk_begin += chunk_units;
     }
-}
+
+  private:
+    __device__ static void sync() { cutlass::arch::NamedBarrier::sync(kPlanners, kPlannerBarrier); }
+
+    // Units of the stretch; in before_ and units_ those before this thread's rows and of each.
+    __device__ int32_t count_stretch() {
+        int32_t own = 0;
+#pragma unroll
+        for (int i = 0; i < kPlannerRows; ++i) {
+            const int32_t at = thread_ * kPlannerRows + i;
+            const Segment group = group_at(p_, first_row_ + at, max_rows_);
+            list_.segments[at] = group;
+            units_[i] = group.end;
+            own += group.end;
+        }
+        const int32_t lane = thread_ % 32, warp = thread_ / 32;
+        int32_t upto = own;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int32_t other = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto += other;
+        }
+        sync();  // the last scan's sums are read
+        if (lane == 31) list_.warp_sums[warp] = upto;
+        sync();
+        before_ = upto - own;
+        stretch_units_ = 0;
+#pragma unroll
+        for (int i = 0; i < kPlanners / 32; ++i) {
+            if (i < warp) before_ += list_.warp_sums[i];
+            stretch_units_ += list_.warp_sums[i];
+        }
+        return stretch_units_;
+    }
+
+    __device__ void write(int32_t stretch_end) {
+        const int32_t from = max(begin_, stretch_begin_), to = min(end_, stretch_end);
+        int32_t before = stretch_begin_ + before_;
+        for (int i = 0; i < kPlannerRows; ++i) {
+            const int32_t at = thread_ * kPlannerRows + i, after = before + units_[i];
+            Segment& segment = list_.segments[at];
+            segment.begin = min(max(from - before, 0), units_[i]);
+            segment.end = max(min(to - before, units_[i]), segment.begin);
+            if (before <= from && from < after) list_.first = at;
+            if (before < to && to <= after) list_.last = at;
+            before = after;
+        }
+    }
+
+    const IndexScoresParams& p_;
+    const int32_t max_rows_;
+    WorkList& list_;
+    const int32_t thread_;
+    int32_t begin_, end_;        // units of the block
+    int32_t first_row_ = 0;      // of the stretch
+    int32_t stretch_begin_ = 0;  // units before it
+    int32_t stretch_units_ = 0;
+    int32_t before_ = 0, units_[kPlannerRows];
+};
+
+// A worker's place among the units of a block, of which every `step`-th is its own; it goes from
+// list to list. Ring: what a unit lies in, with advance(steps).
+template <class Ring>
+struct Turn {
+    Ring at;
+    int32_t step;
+    int32_t skip;  // units before its next
+
+    __device__ Turn(const Ring& first, int32_t number, int32_t workers)
+        : at(first), step(workers), skip(number) {
+        if (number > 0) at.advance(number);
+    }
+};
+
+// The worker's units in a list, one after another.
+template <class Ring>
+class Units {
+  public:
+    Segment segment;
+    int32_t unit;
+
+    __device__ __forceinline__ Units(const WorkList& list, Turn<Ring>& turn)
+        : list_(list), turn_(turn), next_(list.first) {
+        enter();
+    }
+    __device__ __forceinline__ bool valid() const { return valid_; }
+    __device__ __forceinline__ const Ring& at() const { return turn_.at; }
+    // True where the next unit is of another segment.
+    __device__ __forceinline__ bool advance() {
+        turn_.at.advance(turn_.step);
+        unit += turn_.step;
+        if (unit < segment.end) return false;
+        turn_.skip = unit - segment.end;
+        enter();
+        return true;
+    }
+
+  private:
+    // The first segment from next_ on that has a unit of this worker.
+    __device__ __forceinline__ void enter() {
+        for (valid_ = false; !valid_ && next_ <= list_.last; ++next_) {
+            segment = list_.segments[next_];
+            unit = segment.begin + turn_.skip;
+            valid_ = unit < segment.end;
+            if (!valid_) turn_.skip = unit - segment.end;
+        }
+    }
+    const WorkList& list_;
+    Turn<Ring>& turn_;
+    int32_t next_;
+    bool valid_;
+};
 
 }  // namespace flash_csa::sm90

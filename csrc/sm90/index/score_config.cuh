@@ -1,0 +1,78 @@
+// Sizes of the score kernels: what is known at compile time, what the host decides, shared memory.
+#pragma once
+
+#include "sm90/index/key_ring.cuh"
+#include "sm90/index/query_tile.cuh"
+
+namespace flash_csa::sm90 {
+
+constexpr int kSmemOptIn = 227 * 1024;
+constexpr int kConsumerRegisters = 144, kFeederRegisters = 80;  // 128 at the launch
+static_assert(kPlanners == 32 * kFeeders);
+constexpr int kGroupThreads = 128;
+constexpr int kTileKeys = 64;  // M of an MMA
+constexpr int kUnitTiles = kUnitKeys / kTileKeys;
+
+// What the host decides about a launch.
+struct ScorePlan {
+    int32_t max_rows;      // of a group
+    int32_t padded_heads;  // a multiple of kHeads
+    int32_t num_stages;
+    bool minus;  // queries twice, so that keys need no sign: for few rows
+};
+
+template <int kHeads_, int kGroups_, class Sink_>
+struct ScoreConfig {
+    using Sink = Sink_;
+    static constexpr int kHeads = kHeads_;    // N of an MMA
+    static constexpr int kGroups = kGroups_;  // of consumer warps
+    static constexpr int kConsumers = kGroups * kGroupThreads;
+    static constexpr int kThreads = kConsumers + kPlanners;
+    static constexpr int kSums = kHeads / 2;  // accumulators of a thread, scale group and tile
+};
+
+constexpr int32_t kMaxStages = 16;  // 139 KB of keys on their way
+constexpr int32_t kMaxGroupRows = 128;
+constexpr int32_t kQueryTile = 112 << 10;  // bytes of query codes: the ring keeps 8 stages
+
+// Dynamic shared memory: what has a size of its own, then [query codes | weights | stages].
+template <class Config>
+struct ScoreFixed {
+    WorkList work;
+    int32_t counts[kMaxGroupRows];  // columns of the segment's rows
+    uint32_t plain[kMaxGroupRows];
+    uint32_t folds;
+    Barrier full[kMaxStages], ready[kMaxStages], empty[kMaxStages];
+    alignas(16) uint8_t sink[Config::Sink::kSharedBytes + 16];
+};
+
+template <class Config>
+struct ScoreShared {
+    using Fixed = ScoreFixed<Config>;
+    static constexpr int32_t kFixedBytes = (sizeof(Fixed) + 1023) / 1024 * 1024;  // the swizzle's
+
+    Fixed* fixed;
+    QueryTile queries;
+    KeyRing ring;
+    int32_t bytes;
+
+    __host__ __device__ ScoreShared(uint8_t* base, const ScorePlan& plan) {
+        const int32_t heads = plan.max_rows * plan.padded_heads;
+        const int32_t tile = heads * kQueryBytes;
+        const int32_t weights_at = kFixedBytes + (plan.minus ? 3 : 2) * tile;
+        const int32_t stages_at = weights_at + 2 * heads * static_cast<int32_t>(sizeof(float));
+        fixed = reinterpret_cast<Fixed*>(base);
+        queries.codes = base + kFixedBytes;
+        queries.units = queries.codes + tile;
+        queries.minus = plan.minus ? queries.units + tile : nullptr;
+        queries.weights = reinterpret_cast<float*>(base + weights_at);
+        queries.folded_weights = queries.weights + heads;
+        queries.plain = fixed->plain;
+        queries.folds = &fixed->folds;
+        ring = {reinterpret_cast<KeyStage*>(base + stages_at), fixed->full, fixed->ready,
+                fixed->empty, plan.num_stages};
+        bytes = stages_at + plan.num_stages * static_cast<int32_t>(sizeof(KeyStage));
+    }
+};
+
+}  // namespace flash_csa::sm90
