@@ -62,6 +62,56 @@ def test_scales_of_every_size(device) -> None:
     assert case.scores().isnan().any()
 
 
+def with_exponents(case, keys: range, queries: range):
+    """The case with UE8M0 scales drawn from the ranges."""
+    first = 64 * case.index.page_size
+    payload = case.index.data[:, first : first + 4 * case.index.page_size]
+    payload.copy_(torch.randint(keys.start, keys.stop, payload.shape, dtype=torch.uint8))
+    case.query.scales.view(torch.uint8).random_(queries.start, queries.stop)
+    return case
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 40])
+@pytest.mark.parametrize(
+    "keys, queries", [(1, 1), (2, 3), (4, 4), (5, 4), (4, 5), (12, 12), (17, 1)]
+)
+def test_largest_sums(keys: int, queries: int, rows: int, device) -> None:
+    """Codes of 6 and one of 0.5: sums of the most bits, with exponents that differ ever more.
+
+    An accumulator that keeps fewer bits than the sum, or folds what it may not, loses the 0.5.
+    """
+    case = index_case([700], [rows])
+    case.index.data[:, : 64 * 64] = 0x77
+    case.index.data[:, 5 : 64 * 64 : 64] = 0x71
+    case.query.codes.fill_(0x77)
+    case.query.codes[:, ::3, 7] = 0x17
+    case.query.codes[:, 1::3, 16:32] = 0xFF
+    case.weights.abs_()
+    same_scores(with_exponents(case, range(127, 127 + keys), range(120, 120 + queries)), device)
+
+
+@pytest.mark.parametrize("border", [95, 96, 159, 160])
+@pytest.mark.parametrize("query_border", [106, 107, 147, 148])
+def test_borders_of_plain_scales(border: int, query_border: int, device) -> None:
+    """Scales from which on powers of two no longer leave the sums of a score, and both weights."""
+    keys, queries = range(border - 1, border + 2), range(query_border - 1, query_border + 2)
+    for size in (0.0, 2.0**-41, 2.0**-40, 1.0, 2.0**6, 2.0**7, torch.inf, torch.nan):
+        case = with_exponents(index_case([300, 90], [1, 4]), keys, queries)
+        case.weights.copy_(torch.randn_like(case.weights).sign())
+        case.weights[:, 3] = size
+        same_scores(case, device)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_units_at_every_border(rows: int, page_size: int, device) -> None:
+    """Lengths around units of 128 keys, holes in the table, requests of one row beside others."""
+    for length in (1, 7, 8, 31, 32, 127, 128, 129, 255, 257, 1025):
+        case = index_case([length - 1, 700, 0], [rows, 1, 2], page_size=page_size, heads=20)
+        case.table[:, 1::3] = -1
+        same_scores(case, device)
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 61, 69, 256])
 def test_page_sizes_in_pools(page_size: int, device) -> None:
     case = index_case([3000, 1500], [1, 5], page_size=page_size, heads=8)

@@ -1,0 +1,78 @@
+"""Faults of the tensor-core kernel of index_scores."""
+
+from mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        1401,
+        "index",
+        "last partial unit not scored",
+        "sm90/index/score_work.cuh",
+        "return (columns + kUnitKeys - 1) / kUnitKeys;",
+        "return columns / kUnitKeys;",
+        "the number of units rounded down",
+    ),
+    Mutant(
+        1402,
+        "index",
+        "factor of another scale group",
+        "sm90/index/score_groups.cuh",
+        "dot = fma_rn(sums[2][at], factors[half].y, dot);",
+        "dot = fma_rn(sums[2][at], factors[half].x, dot);",
+        "a group's power of two taken for its neighbour's",
+    ),
+    Mutant(
+        1403,
+        "index",
+        "folds whatever the exponents",
+        "sm90/index/key_ring.cuh",
+        "folds &= range.high - range.low <= kMaxIntegerFold;",
+        "folds &= range.high - range.low <= kMaxIntegerFold + 1;",
+        "12 half units times 2^4 do not fit a signed byte",
+    ),
+    Mutant(
+        1404,
+        "index",
+        "no ReLU on folded dots",
+        "sm90/index/score_folded.cuh",
+        "__int_as_float(max(dot, 0))",
+        "__int_as_float(dot)",
+        "a negative integer is taken for a float",
+    ),
+    Mutant(
+        1405,
+        "index",
+        "plain whatever the exponent",
+        "sm90/index/index_codes.cuh",
+        "return (((scales + 0x20202020u) ^ 0x80808080u) & 0xc0c0c0c0u) == 0;",
+        "return (((scales + 0x20202020u) ^ 0x80808080u) & 0x80808080u) == 0;",
+        "a mask one bit short: powers of two leave sums that overflow or round",
+    ),
+    Mutant(
+        1406,
+        "index",
+        "absent keys scored",
+        "sm90/index/score_tile.cuh",
+        "keys.present = keys.stage->present >> own_key / 8 & 1;",
+        "keys.present = true;",
+        "what an earlier unit left in shared memory is scored",
+    ),
+    Mutant(
+        1407,
+        "index",
+        "rows of a group share the first one's length",
+        "sm90/index/unit_keys.cuh",
+        "column < shared.fixed->counts[row]",
+        "column < shared.fixed->counts[0]",
+        "the mask of causality is taken once for all rows",
+    ),
+    Mutant(
+        1408,
+        "index",
+        "last exchange of a quad sends what stays",
+        "sm90/index/unit_keys.cuh",
+        "const float give = upper ? pairs[0] : pairs[1];",
+        "const float give = upper ? pairs[1] : pairs[0];",
+        "lanes of a pair add the sums of two keys",
+    ),
+)
