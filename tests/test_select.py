@@ -68,6 +68,8 @@ PATTERNS = {
     "falling": lambda n: -torch.arange(n, dtype=torch.float32),
     "normal": torch.randn,
     "relu": lambda n: torch.randn(n).sub(2).relu(),
+    # Whoever takes a sample of the row's beginning, or of its parts', expects too much.
+    "high starts": lambda n: torch.randn(n) + 100 * (torch.arange(n) % max(n // 16, 1) < 20),
 }
 
 
@@ -106,6 +108,21 @@ def test_long_rows(width: int, pattern: str, device) -> None:
     blocks = scores.view(1, -1, 8).amax(2)
     blocks[:, -1] = INF
     assert torch.equal(pool.blocks, by_topk(blocks, 2048))
+
+
+@pytest.mark.case("Top-k bucket overflow")
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("width", [16384, 262144])
+def test_crowded_rows_of_absent_pages(width: int, pattern: str, device) -> None:
+    """Every other page is elsewhere, in the middle of what is read at once."""
+    scores = PATTERNS[pattern](width)[None]
+    table = torch.randperm(width // 2, dtype=torch.int32)[None]
+    absent = torch.rand(table.shape) < 0.5
+    table[absent] = -1
+    batch = fc.Batch.decode([width - 1])
+    got, _ = select(scores, batch, 512, table=table, page_size=2, device=device)
+    present = scores.masked_fill(absent.repeat_interleave(2, 1), -INF)
+    assert torch.equal(got.positions, by_topk(present, 512))
 
 
 @pytest.mark.case("Tie overflow and infinities")

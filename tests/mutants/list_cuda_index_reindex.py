@@ -22,22 +22,4 @@ MUTANTS = (
         "const uint32_t byte = key_scales[i] >> (8 * (g ^ 1)) & 0xff;",
         "bytes of the scale word taken in pairs the wrong way round",
     ),
-    Mutant(
-        1413,
-        "index",
-        "wide exponents take the short way",
-        "sm90/index/pool_scores.cuh",
-        "moderate = moderate && e >= -kModerateKey && e <= kModerateKey;",
-        "moderate = moderate && e >= -kModerateKey - 200 && e <= kModerateKey + 200;",
-        "no random data has such exponents",
-    ),
-    Mutant(
-        1414,
-        "index",
-        "a stage of the ring filled while it is read",
-        "sm90/index/pool_scores.cuh",
-        "fetch(tile + kStages * kPoolWarps, stage);",
-        "fetch(tile + (kStages - 1) * kPoolWarps, stage);",
-        "one tile is fetched twice, the one behind it never",
-    ),
 )

@@ -33,15 +33,6 @@ MUTANTS = (
         "the prefix sum has barriers of its own, but reads the bits before them",
     ),
     Mutant(
-        1504,
-        "select",
-        "a range cut down to its best looks at no page",
-        "sm90/select/cluster_top_k.cuh",
-        "if ((source_.present(id & -kUnit) >> id % kUnit & 1) == 0) s_.pairs[i] = 0;",
-        "if (source_.present(id & -kUnit) == 0 && id % kUnit == 0) s_.pairs[i] = 0;",
-        "an entry of a unit stands for the unit",
-    ),
-    Mutant(
         1505,
         "select",
         "one pair too many of a peer",
@@ -49,16 +40,6 @@ MUTANTS = (
         "if (first + (i << slice_shift_) >= count) fetched[i] = 0;",
         "if (first + (i << slice_shift_) > count) fetched[i] = 0;",
         "what lies behind the last candidate is the last row's",
-    ),
-    Mutant(
-        1506,
-        "select",
-        "a bound that was too high is believed",
-        "sm90/select/candidates.cuh",
-        "return total == k_ || base <= 1;",
-        "return true;",
-        "the sample is trusted: rows whose best lie close together lose some",
-        "Top-k bucket overflow",
     ),
     Mutant(
         1507,

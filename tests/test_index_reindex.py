@@ -1,0 +1,57 @@
+"""Reindex: what index_select finds inside pools, against the flat scores of the CPU back end."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flash_csa as fc
+from index_case import CPU, IndexCase, assert_same_list, index_case
+
+
+def random_pool(case: IndexCase, width: int) -> fc.Pool:
+    """Up to `width` random blocks of every row, the newest among them."""
+    blocks = torch.full((case.batch.num_rows, width), -1, dtype=torch.int32)
+    counts = torch.zeros(case.batch.num_rows, dtype=torch.int32)
+    for row, visible in enumerate(case.n_vis()):
+        every = torch.randperm(-(-visible // 8))
+        kept = every[every != len(every) - 1][: width - 1]
+        kept = torch.cat([kept, torch.tensor([len(every) - 1])]).sort().values
+        blocks[row, : len(kept)], counts[row] = kept.int(), len(kept)
+    return fc.Pool(blocks, counts)
+
+
+def spread_scales(case: IndexCase, low: int, high: int) -> None:
+    """Exponents of the keys' groups, as bytes from low to high."""
+    case.index.data[:, 64 * case.index.page_size :].random_(low, high)
+
+
+def assert_reindex(case: IndexCase, pool: fc.Pool, k: int) -> None:
+    flat = replace(case, device=CPU).scores()
+    columns = (pool.blocks[:, :, None] * 8 + torch.arange(8)).flatten(1)
+    inside = torch.zeros(len(flat), flat.shape[1] + 8, dtype=torch.bool)
+    inside.scatter_(
+        1, columns.clamp(max=flat.shape[1]).where(columns >= 0, flat.shape[1]).long(), True
+    )
+    masked = flat.where(inside[:, : flat.shape[1]], torch.nan)
+    want, _ = replace(case, device=CPU).select(masked, k)
+    got, _ = case.index_select(k, pool=pool)
+    assert_same_list(got, want)
+
+
+@pytest.mark.parametrize("blocks", [1, 6, 300, 2048])
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_pools_of_any_size(blocks: int, page_size: int, device) -> None:
+    case = index_case([20_000, 700], [2, 3], page_size=page_size, device=device)
+    assert_reindex(case, random_pool(case, blocks), 512)
+
+
+@pytest.mark.parametrize("blocks", [6, 300])
+@pytest.mark.parametrize(("low", "high"), [(90, 165), (40, 215)])
+def test_exponents_far_apart(low: int, high: int, blocks: int, device) -> None:
+    """Sums that fit no narrower format than FP32, in any order but the documented one."""
+    case = index_case([3000, 700], [2, 1], device=device)
+    spread_scales(case, low, high)
+    assert_reindex(case, random_pool(case, blocks), 64)
+    seen = case.visible()
+    assert torch.equal(case.scores()[seen], replace(case, device=CPU).scores()[seen])
