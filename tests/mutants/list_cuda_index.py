@@ -40,15 +40,6 @@ MUTANTS = (
         "a negative integer is taken for a float",
     ),
     Mutant(
-        1405,
-        "index",
-        "plain whatever the exponent",
-        "sm90/index/index_codes.cuh",
-        "return (((scales + 0x20202020u) ^ 0x80808080u) & 0xc0c0c0c0u) == 0;",
-        "return (((scales + 0x20202020u) ^ 0x80808080u) & 0x80808080u) == 0;",
-        "a mask one bit short: powers of two leave sums that overflow or round",
-    ),
-    Mutant(
         1406,
         "index",
         "absent keys scored",
