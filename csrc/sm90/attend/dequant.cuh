@@ -53,13 +53,15 @@ __device__ __forceinline__ uint32_t ue8m0_factor(uint32_t byte) {
     return bits * 0x10001u;
 }
 
-// Eight E2M1 codes. Placed bits are value * 2^-126.
+// Eight E2M1 codes. Placed bits are value * 2^-126. The product makes two copies of a nibble that
+// do not overlap: the upper one has the sign in its place, the lower one exponent and mantissa.
 __device__ __forceinline__ uint4 e2m1_paired(uint32_t codes, uint32_t factor) {
-    constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01c001c0u;
-    const uint32_t x = (codes << 12 & kSign) | (codes << 6 & kMagnitude);
-    const uint32_t y = (codes << 8 & kSign) | (codes << 2 & kMagnitude);
-    const uint32_t z = (codes << 4 & kSign) | (codes >> 2 & kMagnitude);
-    const uint32_t w = (codes & kSign) | (codes >> 6 & kMagnitude);
+    constexpr uint32_t kPlaced = 0x81c081c0u, kEven = 0x000f000fu, kOdd = 0x00f000f0u;
+    const uint32_t upper = codes >> 8;
+    const uint32_t x = (codes & kEven) * 0x1040u & kPlaced;
+    const uint32_t y = (codes & kOdd) * 0x0104u & kPlaced;
+    const uint32_t z = (upper & kEven) * 0x1040u & kPlaced;
+    const uint32_t w = (upper & kOdd) * 0x0104u & kPlaced;
     return make_uint4(multiply_bf16x2(x, factor), multiply_bf16x2(y, factor),
                       multiply_bf16x2(z, factor), multiply_bf16x2(w, factor));
 }
