@@ -14,6 +14,9 @@ cudaError_t attend_plain(const AttendParams& p, cudaStream_t stream);
 // BF16 output, on tensor cores.
 cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& plan, int num_sms,
                               cudaStream_t stream);
+// The same for at most 32 heads and the records that takes_few_heads names, unpadded.
+bool takes_few_heads(const AttendParams& p);
+cudaError_t attend_few_heads(const AttendParams& p, int num_sms, cudaStream_t stream);
 // Adds up the partial results of the rows that were cut.
 cudaError_t attend_reduce(const AttendParams& p, const SplitPlan& plan, cudaStream_t stream);
 

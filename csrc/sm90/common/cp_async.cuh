@@ -25,4 +25,14 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Ends a group: the copies that the thread started since the last one.
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until at most kPending groups of the thread, the youngest, are on their way.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 }  // namespace flash_csa::sm90
