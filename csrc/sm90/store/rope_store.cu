@@ -9,7 +9,7 @@
 #include "sm90/common/fp4_pairs.cuh"
 #include "sm90/common/lane_codec.cuh"
 #include "sm90/common/launch.h"
-#include "sm90/common/warp_norm.cuh"
+#include "sm90/store/window.cuh"
 
 namespace flash_csa::sm90 {
 namespace {
@@ -57,16 +57,6 @@ __device__ __forceinline__ void rotate_heads(const RopeStoreParams& p, int64_t r
     }
 }
 
-template <RecordId kId>
-__device__ __forceinline__ void store_window(const RopeStoreParams& p, int64_t row, int lane) {
-    LaneRow<kHeadDim> values;
-    values.load(p.kv.row(row), lane);
-    const int32_t position = p.positions[row], slot = p.slots[row];
-    if (!p.cos_sin.holds(position) || !p.window.holds(slot)) return;
-    values.rope(p.cos_sin.at(position), lane);
-    write_record<kId>(values, lane, p.window, slot);
-}
-
 template <RecordId kId, int kLoads>
 __global__ void __launch_bounds__(32 * kWarps) rope_store_kernel(RopeStoreParams p, int parts) {
     const int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
@@ -80,41 +70,6 @@ __global__ void __launch_bounds__(32 * kWarps) rope_store_kernel(RopeStoreParams
         store_window<kId>(p, row, lane);
 }
 
-// RMS of one head without weight, rounded to BF16. Lane l has values l, l + 32, ...
-__device__ void normalize_head(uint16_t* head, float eps, int lane) {
-    float x[kHeadDim / 32];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) x[i] = bf16_to_f32(head[lane + 32 * i]);
-    const float factor = warp_rms_factor<kHeadDim>(x, eps);
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) head[lane + 32 * i] = f32_to_bf16(mul_rn(x[i], factor));
-    __syncwarp();
-}
-
-// One pair a lane.
-__device__ void rotate_head(uint16_t* head, const float* cos_sin, int lane) {
-    uint32_t* pair = reinterpret_cast<uint32_t*>(head + kHeadDim - kRopeDims) + lane;
-    const uint32_t bits = *pair;
-    float a, b;
-    rope_pair(low_bf16(bits), high_bf16(bits), cos_sin[lane], cos_sin[kRopeDims / 2 + lane], &a,
-              &b);
-    *pair = f32_to_bf16(a) | uint32_t{f32_to_bf16(b)} << 16;
-}
-
-// V4: a warp per (row, head), and one per row for the window.
-template <RecordId kId>
-__global__ void __launch_bounds__(32 * kWarps) norm_rope_store_kernel(RopeStoreParams p) {
-    const int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const int64_t row = item / (p.heads + 1);
-    const int32_t head = static_cast<int32_t>(item % (p.heads + 1));
-    if (row >= p.rows) return;
-    if (head == p.heads) return store_window<kId>(p, row, lane);
-    if (!p.cos_sin.holds(p.positions[row])) return;
-    normalize_head(p.q.at(row, head), p.q_norm_eps, lane);
-    rotate_head(p.q.at(row, head), p.cos_sin.at(p.positions[row]), lane);
-}
-
 template <RecordId kId, int kLoads>
 cudaError_t launch_loads(const RopeStoreParams& p, cudaStream_t stream) {
     const int parts = (p.heads + kGroup * kLoads - 1) / (kGroup * kLoads);
@@ -124,17 +79,16 @@ cudaError_t launch_loads(const RopeStoreParams& p, cudaStream_t stream) {
 
 template <RecordId kId>
 cudaError_t launch_record(const RopeStoreParams& p, cudaStream_t stream) {
-    if (p.q_norm)
-        return launch(norm_rope_store_kernel<kId>,
-                      blocks_for(int64_t{p.rows} * (p.heads + 1), kWarps), 32 * kWarps, 0, stream,
-                      p);
     if (p.heads <= 2 * kGroup) return launch_loads<kId, 2>(p, stream);
     return launch_loads<kId, 4>(p, stream);
 }
 
 }  // namespace
 
+cudaError_t norm_rope_store(const RopeStoreParams& p, cudaStream_t stream);
+
 cudaError_t rope_store(const RopeStoreParams& p, cudaStream_t stream) {
+    if (p.q_norm) return norm_rope_store(p, stream);
     if (p.window.record == RecordId::WindowFp8)
         return launch_record<RecordId::WindowFp8>(p, stream);
     return launch_record<RecordId::MixedFp8>(p, stream);
