@@ -47,8 +47,9 @@ FCSA_HD bool closes_entry(const CompressParams& p, int64_t row, Entry* entry) {
     const int64_t first = position + 1 - groups * p.ratio;
     *entry = {row, position, request, index, first};
     const int64_t start = p.batch.start[request];
+    const bool tail = has_tail(p, request);  // read beside start, not after it
     const int64_t oldest_in_call = first < start ? start : first;
-    return row - (position - oldest_in_call) >= 0 && (first >= start || has_tail(p, request));
+    return row - (position - oldest_in_call) >= 0 && (first >= start || tail);
 }
 
 // kv, gate and bias of one position, in the columns of its role; bias is null where there is none.

@@ -91,7 +91,7 @@ struct TailView {  // f32 [slots, 2, ring, width]: kv rows, gate rows; row of po
     int32_t width = 0;
 
     FCSA_HD float* kv(int64_t slot, int64_t position) const {
-        return data + slot * slot_stride + position % ring * width;
+        return data + slot * slot_stride + int64_t{static_cast<int32_t>(position) % ring} * width;
     }
     FCSA_HD float* gate(int64_t slot, int64_t position) const {
         return kv(slot, position) + int64_t{ring} * width;
