@@ -98,10 +98,11 @@ def test_rotation_of_entries_is_not_fused(device):
 
 
 @pytest.mark.case("E2M1 ties")
-def test_ties_of_every_scale(device):
+@pytest.mark.parametrize("repeats", [1, 9])  # a short and a long step
+def test_ties_of_every_scale(repeats, device):
     """Through the norm: two huge channels make it an exact power of two, its weight undoes it."""
     ties = [6, 0.25, -0.25, 0.75, -0.75, 1.25, -1.25, 1.75, -1.75, 2.5, -2.5, 3.5, -3.5, 5, -5, 0]
-    codes = torch.arange(1, 127)
+    codes = torch.arange(1, 127).repeat(repeats)
     kv = torch.zeros(len(codes), 512)
     kv[:, 32:48] = torch.tensor(ties) * quant.decode_e4m3(codes)[:, None]
     kv[:, 510:] = 2.0**40

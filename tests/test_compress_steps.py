@@ -42,8 +42,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def whole(kind: Kind, tokens: int) -> list[torch.Tensor]:
-    return one_call(kind, tokens)[0].state()
+def whole(kind: Kind, tokens: int, device: torch.device) -> list[torch.Tensor]:
+    return one_call(kind, tokens, device)[0].state()
 
 
 @pytest.mark.case("Prefill versus decode compression")
@@ -55,7 +55,19 @@ def test_chunks(kind, tokens, device):
     for size in {tokens, 1, 3, max(kind.ratio - 1, 1), kind.ratio, kind.ratio + 1}:
         cache = Cache(kind, 1, max(tokens // kind.ratio, 1), device)
         run(cache, 0, [projections(kind, tokens)], [*range(size, tokens, size), tokens])
-        assert same(cache.state(), whole(kind, tokens))
+        assert same(cache.state(), whole(kind, tokens, device))
+
+
+@pytest.mark.case("Prefill versus decode compression")
+@pytest.mark.parametrize("name, tokens", [("r1", 1300), ("r2", 2601)])
+def test_a_long_step_and_its_parts(name, tokens, device):
+    """Tiles of entries, short steps, single tokens: the same bytes."""
+    kind = KINDS[name]
+    inputs = [projections(kind, tokens)]
+    cache = Cache(kind, 1, tokens // kind.ratio, device)
+    cuts = [7, 1100, *range(1101, 1120), tokens - 1, tokens]
+    run(cache, 0, inputs, cuts)
+    assert same(cache.state(), whole(kind, tokens, device))
 
 
 @pytest.mark.case("Prefill versus decode compression")
@@ -111,7 +123,7 @@ def test_page_geometry(kind, page_size, padding, device):
     """The same records for every geometry, and not one byte besides."""
     tokens = 70 if kind.ratio < 128 else 3 * 128
     entries = tokens // kind.ratio
-    want = one_call(kind, tokens)[0].records(0, entries)
+    want = one_call(kind, tokens, device)[0].records(0, entries)
     cache, expected = (Cache(kind, 1, entries, d, page_size, padding) for d in (device, CPU))
     step(cache, [Chunk(0, 0, tokens)], [projections(kind, tokens)])
     for pages in filter(None, (expected.main, expected.index)):
@@ -167,7 +179,7 @@ def test_entries_that_are_stored_already_stay(kind, device):
     """entry_first: earlier entries are neither computed nor stored, nor are their rows kept."""
     tokens = 40 if kind.ratio < 128 else 4 * 128
     entries, first = tokens // kind.ratio, 3 if kind.ratio < 128 else 2
-    want = one_call(kind, tokens)[0]
+    want = one_call(kind, tokens, device)[0]
     cache = Cache(kind, 1, entries, device)
     poison = cache.records(0, first)
     latents = torch.full((tokens, kind.dim), torch.nan, dtype=torch.bfloat16, device=device)
@@ -280,15 +292,17 @@ def test_rejected_drafts_leave_no_trace(name, prefix, device):
             run(cache, 0, [mixed], (prefix, prefix + drafts))
             run(cache, 0, [true], (length + more,), start=length)
             entries = (length + more) // kind.ratio
-            want = cached_run(kind, prefix, length + more, total, max_draft)
+            want = cached_run(kind, prefix, length + more, total, max_draft, device)
             assert same(cache.records(0, entries), want.records(0, entries))
             assert torch.equal(cache.live_tail(0, length + more), want.live_tail(0, length + more))
 
 
 @functools.cache
-def cached_run(kind: Kind, prefix: int, tokens: int, capacity: int, max_draft: int) -> Cache:
+def cached_run(
+    kind: Kind, prefix: int, tokens: int, capacity: int, max_draft: int, device: torch.device
+) -> Cache:
     """The run that never speculated."""
-    cache = Cache(kind, 1, capacity, max_draft=max_draft)
+    cache = Cache(kind, 1, capacity, device, max_draft=max_draft)
     run(cache, 0, [projections(kind, capacity, seed=6)], (prefix, tokens))
     return cache
 
@@ -300,7 +314,7 @@ def test_missing_tails_skip_entries_that_need_them(kind, device):
     entries = torch.arange(tokens // kind.ratio)
     oldest = (entries - (1 if kind.overlap else 0)).clamp(min=0) * kind.ratio
     made = entries[oldest >= start]
-    want = one_call(kind, tokens)[0].records(0, len(entries))
+    want = one_call(kind, tokens, device)[0].records(0, len(entries))
     chunks = [Chunk(0, start, tokens - start)]
     for tail_slot in (-1, 1, 2**31 - 1, -(2**31), None):
         cache = Cache(kind, 1, len(entries), device)
@@ -366,7 +380,7 @@ def test_strided_inputs(kind, device):
     """kv and gate as halves of one GEMM output."""
     tokens = 2 * kind.span
     both = torch.cat(projections(kind, tokens), 1).to(device)
-    cache, want = Cache(kind, 1, tokens // kind.ratio, device), whole(kind, tokens)
+    cache, want = Cache(kind, 1, tokens // kind.ratio, device), whole(kind, tokens, device)
     chunks = [Chunk(0, 0, tokens)]
     _, _, batch = pack(kind, chunks, [projections(kind, tokens)])
     slots = entry_slots(cache, batch, chunks)
