@@ -4,16 +4,6 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        1101,
-        "store",
-        "heads of whole parts only",
-        "sm90/store/rope_store.cu",
-        "    const int parts = (p.heads + kGroup * kLoads - 1) / (kGroup * kLoads);",
-        "    const int parts = max(p.heads / (kGroup * kLoads), 1);",
-        "heads come in sixteens",
-        "Head counts and real dispatch",
-    ),
-    Mutant(
         1102,
         "store",
         "a lane's pairs turn by its neighbour's angles",
@@ -30,15 +20,5 @@ MUTANTS = (
         "scales <<= lane % kHeadLanes / 2 * 8;",
         "scales <<= (lane % kHeadLanes / 2 ^ 1) * 8;",
         "bytes of the word in another order",
-    ),
-    Mutant(
-        1104,
-        "store",
-        "ties of the largest step",
-        "sm90/common/fp4_pairs.cuh",
-        "__hfma2(q, __float2half2_rn(0.5f), __float2half2_rn(1028.0f));",
-        "__hfma2(q, __float2half2_rn(0.5f), __float2half2_rn(1028.25f));",
-        "half a step added by hand",
-        "E2M1 ties",
     ),
 )
