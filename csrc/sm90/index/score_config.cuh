@@ -42,6 +42,7 @@ struct ScoreFixed {
     int32_t counts[kMaxGroupRows];  // columns of the segment's rows
     uint32_t plain[kMaxGroupRows];
     uint32_t folds;
+    Barrier list_full, list_empty;  // of the work list: an arrival of each planner, of each thread
     Barrier full[kMaxStages], ready[kMaxStages], empty[kMaxStages];
     alignas(16) uint8_t sink[Config::Sink::kSharedBytes + 16];
 };

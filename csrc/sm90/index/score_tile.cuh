@@ -63,12 +63,6 @@ __device__ __forceinline__ void score_unit(const IndexScoresParams& p, const Seg
     ring.empty[at.stage].arrive();
 }
 
-// All threads of the block, from wherever they are in the code.
-template <class Config>
-__device__ __forceinline__ void block_sync() {
-    cutlass::arch::NamedBarrier::sync(Config::kThreads, kBlockBarrier);
-}
-
 template <class Config>
 __device__ __forceinline__ void consumers_sync() {
     cutlass::arch::NamedBarrier::sync(Config::kConsumers, kConsumerBarrier);
@@ -125,7 +119,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                  const __grid_constant__ typename Config::Sink::Params sink_params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     const ScoreShared<Config> shared(shared_bytes, plan);
-    if (threadIdx.x == 0) shared.ring.init(kGroupThreads);
+    if (threadIdx.x == 0) {
+        shared.fixed->list_full.init(kPlanners);
+        shared.fixed->list_empty.init(Config::kThreads);
+        shared.ring.init(kGroupThreads);
+    }
     allow_dependents();
     wait_for_previous();
     __syncthreads();
@@ -137,22 +135,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
         UnitTurn turn(start, warp / 4, Config::kGroups);
         typename Config::Sink sink(sink_params, shared.fixed->sink);
-        for (;;) {
-            block_sync<Config>();
+        for (uint32_t phase = 0;; phase ^= 1) {
+            shared.fixed->list_full.wait(phase);
             if (work.last < 0) break;
             consume<Config>(p, plan, shared, turn, sink);
-            block_sync<Config>();
+            shared.fixed->list_empty.arrive();
         }
     } else {
         cutlass::arch::warpgroup_reg_dealloc<kFeederRegisters>();
         UnitTurn copies(start, warp - kFirstFeeder, kFeeders), scales = copies;
         Planner planner(p, plan.max_rows, work, threadIdx.x - Config::kConsumers);
-        for (;;) {
+        for (uint32_t phase = 0;; phase ^= 1) {
             planner.next();
-            block_sync<Config>();
+            shared.fixed->list_full.arrive();
+            shared.fixed->list_full.wait(phase);
             if (work.last < 0) break;
             feed_keys(p, work, shared.ring, copies, scales);
-            block_sync<Config>();
+            shared.fixed->list_empty.arrive();
+            shared.fixed->list_empty.wait(phase);
         }
     }
 }

@@ -17,7 +17,7 @@ namespace flash_csa::sm90 {
 constexpr int32_t kUnitKeys = 128;
 
 // Named barriers, as cutlass counts those of users.
-constexpr uint32_t kConsumerBarrier = 0, kPlannerBarrier = 1, kBlockBarrier = 2;
+constexpr uint32_t kConsumerBarrier = 0, kPlannerBarrier = 1;
 
 struct Segment {
     int32_t request;
