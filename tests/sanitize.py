@@ -16,6 +16,10 @@ from functools import partial
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND = 97  # exit code of a tool that found an error
 TIMEOUT = 420  # seconds
+# Warps of many_heads_kernel meet at named barriers from different places in the code, some of them
+# arriving without waiting (bar.arrive): racecheck and synccheck do not follow that. docs/attend.md
+# has the barriers; repeated runs compare bits instead (tests/test_attend_repeats.py).
+UNFOLLOWED = {"racecheck": ("many_heads_kernel",), "synccheck": ("many_heads_kernel",)}
 REFUSALS = ("Device not supported", "not supported on", "Unable to find", "LibraryNotLoaded")
 SCENES = (  # requests' starts and rows: the table's own, a chunk, many decode rows, nothing at all
     {},
@@ -49,6 +53,8 @@ def run_calls() -> None:
 def sanitize(program: str, tool: str) -> tuple[bool, str]:
     """Whether a tool has no complaint, and what it said."""
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
+    for kernel in UNFOLLOWED.get(tool, ()):
+        command += ["--kernel-name-exclude", f"kernel_substring={kernel}"]
     command += ["--print-limit", "20", sys.executable, os.path.abspath(__file__), "--calls"]
     # A block of its own for every tensor: an access beyond one tensor is an access beyond a block.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -63,7 +69,8 @@ def sanitize(program: str, tool: str) -> tuple[bool, str]:
     if ran == 0 and any(refusal in output for refusal in REFUSALS):
         return True, f"{tool}: compute-sanitizer refuses this device: skipped"
     if done.returncode == 0:
-        return True, f"{tool}: clean, {ran} calls"
+        left_out = ", ".join(UNFOLLOWED.get(tool, ()))
+        return True, f"{tool}: clean, {ran} calls" + (f" (without {left_out})" if left_out else "")
     complaints = [line for line in output.splitlines() if not line.startswith("ran ")]
     text = "\n".join(complaints[-60:])
     return False, f"{tool}: exit code {done.returncode} after {ran} calls\n{text}"
