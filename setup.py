@@ -106,6 +106,7 @@ def extension(toolkit: Path | None):
     common = ["-O3", "-std=c++17", *defines]
     cxx = ["-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
     nvcc = [HOPPER, "--expt-relaxed-constexpr", "-Xptxas=-v", "-lineinfo", "-fmad=false"]
+    nvcc.append("-DNDEBUG")  # g++ has it from Python; assertions of headers name their folders
     return ext.CppExtension(
         "flash_csa._C",
         sources,
