@@ -398,8 +398,7 @@ def test_sdist_has_nothing_else(sdist):
 @pytest.mark.case("Complete artefacts")
 def test_wheel_from_sdist_works_elsewhere(sdist, tmp_path):
     """sdist -> empty folder -> wheel -> fresh environment -> a record written and read."""
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(sdist, tmp_path)
     (tree,) = tmp_path.glob("flash_csa-*")
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"FLASH_CSA_CPU_ONLY": "1"}
     pip = ["-m", "pip", "--disable-pip-version-check", "-q"]
