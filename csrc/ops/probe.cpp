@@ -14,6 +14,7 @@ namespace {
 void probe(const Tensor& out, const OptTensor& records, const OptTensor& slots) {
     Check check("probe");
     check.bind("words", 1 + kNumRecords);
+    check.bind("record", record(RecordId::MainFp4).bytes());
     check("out", out);
     check("records", records);
     check("slots", slots);

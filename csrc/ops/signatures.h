@@ -191,7 +191,7 @@ inline constexpr ArgSignature kStepSlotsArgs[] = {
 };
 inline constexpr ArgSignature kProbeArgs[] = {
     {"out", "i32", "words", Layout::Packed, true},
-    {"records", "u8", "N 288", Layout::Packed},
+    {"records", "u8", "N record", Layout::Packed},
     {"slots", "i32", "n", Layout::Packed},
 };
 inline constexpr ArgSignature kScheduleArgs[] = {

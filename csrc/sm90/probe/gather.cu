@@ -1,6 +1,6 @@
 // probe_gather: how fast records at random places come into shared memory.
 //
-//   in   records u8 [N, 288], slots i32 [count]          out  nothing
+//   in   MainFp4 records u8 [N, bytes], slots i32 [count]          out  nothing
 //
 // Each warp keeps kStages batches of 32 bulk copies on their way, one record a lane. Nobody reads
 // the bytes. This is the ceiling of attend's loads.
