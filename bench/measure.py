@@ -211,7 +211,7 @@ def peer_notes(case: Case, peer: str, us: float | None) -> list[str]:
     if abs(off) <= PEER_TOLERANCE:
         return []
     note = f"peer {off:+.0%} off its recorded {case.peer_us} us"
-    if case.kind == "index_select":
+    if case.kind in ("index_select", "reindex"):
         recorded = "cooperative_topk" if case["rows"] <= COOPERATIVE_ROWS else "persistent_topk"
         if not peer.endswith(recorded):
             note += f", which is with {recorded}; {peer.split()[-1]} is faster here"

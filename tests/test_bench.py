@@ -153,6 +153,8 @@ def test_notes_about_a_peer():
     assert measure.peer_notes(case, name.format("cooperative_topk"), 65.0) == [far]
     why = ", which is with cooperative_topk; persistent_topk is faster here"
     assert measure.peer_notes(case, name.format("persistent_topk"), 65.0) == [far + why]
+    reindex = CASES["reindex.1x1048576"]
+    assert measure.peer_notes(reindex, name.format("persistent_topk"), 65.0) == [far + why]
     assert measure.peer_notes(CASES["compress.r2.decode64"], "vLLM", 23.0) == [
         "peer +100% off its recorded 11.5 us"
     ]
