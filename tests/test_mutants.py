@@ -11,6 +11,7 @@ import pytest
 from mutants import matrix
 from mutants.mutant import patched
 from mutants.mutants import CUDA_STAGES, LISTS, MUTANTS, STAGES, cuda_lists
+from mutants.run import kernel_tests
 
 TESTS = Path(__file__).resolve().parent
 CSRC = TESTS.parent / "csrc"
@@ -18,10 +19,18 @@ MUTANT_FILE = "tests/mutants/mutant.py"
 EVERY = [mutant for mutants in LISTS.values() for mutant in mutants]
 
 
+def has_test(name: str) -> bool:
+    """tests/FILE.py, or tests/FILE.py::NAME[...], is there."""
+    file, _, test = name.partition("::")
+    path = TESTS.parent / file
+    return path.exists() and (not test or f"def {test.partition('[')[0]}(" in path.read_text())
+
+
 @pytest.mark.parametrize("mutant", EVERY, ids=lambda m: f"{m.number}-{m.name.replace(' ', '-')}")
 def test_patch_applies_once(mutant):
     text = (CSRC / mutant.file).read_text()
-    assert patched(text, mutant) != text
+    assert patched(text, mutant).split() != text.split()
+    assert mutant.test is None or has_test(mutant.test)
 
 
 def test_enough_of_every_stage():
@@ -53,8 +62,14 @@ def test_every_fault_is_noticed(name):
     kills = matrix.read_kills(name)
     assert list(kills) == [str(m.number) for m in LISTS[name]], f"see the head of {MUTANT_FILE}"
     for number, kill in kills.items():
-        file, _, test = kill["test"].partition("::")
-        assert f"def {test.partition('[')[0]}(" in (TESTS.parent / file).read_text(), number
+        assert has_test(kill["test"]), number
+
+
+@pytest.mark.parametrize("name", [name for name in LISTS if name != "cpu"])
+def test_faults_of_kernels_are_for_their_stage(name):
+    for number, kill in matrix.read_kills(name).items():
+        asked = {*kernel_tests(name.split("_")[1]), "tests/test_cuda_equals_cpu.py"}
+        assert kill["test"].partition("::")[0] in asked, number
 
 
 def test_document():

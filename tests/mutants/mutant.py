@@ -8,9 +8,10 @@ mutants.py). On a machine with a GPU
     make gpu-mutants ARGS="--only attend"        or: --only 1601,1602; --jobs 8; --timeout 60
 
 builds the library once, then for each fault what reads the patched file, and asks the stage's tests
-(tests/test_<stage>*.py, then test_cuda_equals_cpu.py, then all) with --device=cuda. Only a failed
-assertion is a kill: a crash, a hang or a CUDA error is none. It writes kills/cuda_<stage>...json
-and docs/mutants.md, to be committed with the list; test_mutants.py compares the three
+(tests/test_<stage>*.py, then those of its ops in test_cuda_equals_cpu.py) with --device=cuda. Only
+a failed assertion is a kill: a crash, a hang or a CUDA error is none. It writes
+kills/cuda_<stage>...json and docs/mutants.md, to be committed with the list; test_mutants.py
+compares the three
 (`python tests/mutants/run.py --render` writes the document anew after a merge).
 """
 
@@ -27,6 +28,7 @@ class Mutant:
     new: str
     fault: str  # how it comes to be written
     case: str | None = None  # the case from the field, by its heading, that it repeats
+    test: str | None = None  # asked before its stage's: a file of tests, or tests/...py::test_name
 
 
 def replace_once(text: str, old: str, new: str, what: str) -> str:

@@ -4,10 +4,11 @@ usage: make mutants [ARGS="--only 101,scores --jobs 2 --fresh"]      make gpu-mu
 
 Each worker has a tree of its own under build/mutants: this checkout with a patched csrc. There one
 fault after the other is built and the tests run until the first assertion fails: first the one
-that failed last time (kills/*.json; one of the case from the field, if the fault repeats any), then
-those of the case, those of the fault's stage, and all others. Only a failed assertion is a kill; a
-crash, a timeout or an error that a test does not expect is none. Number 0 is the control: no fault,
-and no test may fail.
+that failed last time (kills/*.json; one of the case from the field, if the fault repeats any) or
+that the fault names, then those of the case, those of the fault's stage, and all others. Faults of
+kernels are for the tests of their stage to notice: no others are asked. Only a failed assertion is
+a kill; a crash or an error that a test does not expect is none, and a fault whose tests took too
+long is not said to have survived them. Number 0 is the control: no fault, and no test may fail.
 """
 
 import argparse
@@ -46,7 +47,7 @@ UNRELATED = (  # to the faults: what judges sources and documents, and whether t
     "tests/test_packaging.py",  # judges folders, which a mutant's tree has of its own
     "tests/core/test_core.py::test_header_compiles_alone",
 )
-STAGE_TESTS = {  # asked first; those of a CUDA stage have its name
+STAGE_TESTS = {  # asked first
     "codec": ("test_numerics.py", "test_store.py"),
     "causal": ("test_causal.py", "test_step.py", "test_schedule.py", "test_select.py"),
     "compressor": ("test_compress.py", "test_compress_steps.py", "test_numerics.py"),
@@ -57,10 +58,16 @@ STAGE_TESTS = {  # asked first; those of a CUDA stage have its name
     "step": ("test_step.py", "test_schedule.py", "test_store.py"),
     "merge": ("test_merge.py", "test_pool.py"),
 }
-ALSO = {  # those of a CUDA stage that have another name
+ALSO = {  # tests of a CUDA stage that have another name than it
     "step": ("test_schedule.py",),
     "select": ("test_pool.py",),
     "attend": ("test_merge.py",),
+}
+OPS = {  # of a CUDA stage, in the names of tests: those that are not its own name
+    "store": ("load", "quantize"),
+    "step": ("schedule",),
+    "select": ("pool", "merge_selections"),
+    "attend": ("merge",),
 }
 CRASHES = 3  # tests that may crash before the run is given up
 
@@ -148,7 +155,7 @@ class Worker:
                 started = self.events("start")
                 ends.append(f"{why} in {started[-1]['start'] if started else 'no test'}")
                 if time.monotonic() > end:
-                    return {"outcome": "survived", "others": ends}
+                    return {"outcome": "out of time", "others": ends}
         ends += [f"{e['failed']}: {e['message']}" for e in self.events("failed")]
         return {"outcome": "survived", "others": ends}
 
@@ -162,19 +169,20 @@ class Worker:
         return {**result, "seconds": round(time.monotonic() - began)}
 
 
-def stage_tests(mutant: Mutant, device: str) -> list[str]:
-    if device == "cpu":
-        return [f"tests/{name}" for name in STAGE_TESTS.get(mutant.stage, ())]
-    own = sorted((ROOT / "tests").glob(f"test_{mutant.stage}*.py"))
-    names = [*(path.name for path in own), *ALSO.get(mutant.stage, ()), "test_cuda_equals_cpu.py"]
-    return [f"tests/{name}" for name in names]
+def stage_tests(mutant: Mutant) -> list[str]:
+    return [f"tests/{name}" for name in STAGE_TESTS.get(mutant.stage, ())]
 
 
-def case_tests(mutant: Mutant) -> list[str]:
-    """Files with tests of the case that the fault repeats."""
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+def kernel_tests(stage: str) -> list[str]:
+    """Files with the tests of a CUDA stage."""
+    own = sorted((ROOT / "tests").glob(f"test_{stage}*.py"))
+    return [f"tests/{name}" for name in (*(path.name for path in own), *ALSO.get(stage, ()))]
+
+
+def case_tests(mutant: Mutant, files: list[str]) -> list[str]:
+    """Those of the files that have tests of the case that the fault repeats."""
     mark = f'case("{mutant.case}")'
-    return [f"tests/{file.name}" for file in files if mark in file.read_text()]
+    return [file for file in files if mark in (ROOT / file).read_text()]
 
 
 def rounds_of(mutant: Mutant, last: dict, device: str) -> list[tuple[list[str], str]]:
@@ -184,15 +192,20 @@ def rounds_of(mutant: Mutant, last: dict, device: str) -> list[tuple[list[str], 
         spread = importlib.util.find_spec("xdist") is not None
         cores = ["-n", str(min(8, os.cpu_count() or 1))] if spread else []
         return [([*every, *cores], ""), (["tests/core"], "")]
-    known = (ROOT / last.get("test", "?").split("::")[0]).exists()
-    again = [([last["test"]], "")] if known else []
-    of_stage = [(tests, "")] if (tests := stage_tests(mutant, device)) else []
-    of_case = [(tests, mutant.case)] if (tests := case_tests(mutant)) else []
-    if mutant.case in (None, *last.get("cases", ())):
-        rounds = [*again, *of_case, *of_stage]
+    named = [test for test in (last.get("test"), mutant.test) if test]
+    again = [([test], "") for test in named if (ROOT / test.split("::")[0]).exists()]
+    if device == "cuda":
+        ops = " or ".join((mutant.stage, *OPS.get(mutant.stage, ())))
+        files = kernel_tests(mutant.stage)
+        after = [(files, ""), (["tests/test_cuda_equals_cpu.py", "-k", ops], "")]
     else:
-        rounds = [*of_case, *again, *of_stage]
-    return [*rounds, (every, ""), *([(["tests/core"], "")] if device == "cpu" else [])]
+        files = [f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py"))]
+        of_stage = [(tests, "")] if (tests := stage_tests(mutant)) else []
+        after = [*of_stage, (every, ""), (["tests/core"], "")]
+    of_case = [(tests, mutant.case)] if (tests := case_tests(mutant, files)) else []
+    if mutant.case in (None, *last.get("cases", ())):
+        return [*again, *of_case, *after]
+    return [*of_case, *again, *after]
 
 
 def is_fine(mutant: Mutant, result: dict) -> bool:
@@ -250,7 +263,7 @@ def run_all(mutants: dict[Mutant, str], results: dict[str, dict], options, state
             console.print(f"{mutant.number} {mutant.name}: {result['outcome']}, {took}, {said}")
             results[str(mutant.number)] = result
             state.write_text(json.dumps(results, indent=1))
-            if mutant is not CONTROL:
+            if mutant is not CONTROL and result["outcome"] in ("killed", "survived"):
                 record(name, {str(mutant.number): result})
 
     with ThreadPoolExecutor(jobs) as pool:
