@@ -26,6 +26,12 @@ def spread_scales(case: IndexCase, low: int, high: int) -> None:
     case.index.data[:, 64 * case.index.page_size :].random_(low, high)
 
 
+def assert_flat(case: IndexCase) -> None:
+    seen = case.visible()
+    got, want = case.scores()[seen], replace(case, device=CPU).scores()[seen]
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 def assert_reindex(case: IndexCase, pool: fc.Pool, k: int) -> None:
     flat = replace(case, device=CPU).scores()
     columns = (pool.blocks[:, :, None] * 8 + torch.arange(8)).flatten(1)
@@ -53,5 +59,21 @@ def test_exponents_far_apart(low: int, high: int, blocks: int, device) -> None:
     case = index_case([3000, 700], [2, 1], device=device)
     spread_scales(case, low, high)
     assert_reindex(case, random_pool(case, blocks), 64)
-    seen = case.visible()
-    assert torch.equal(case.scores()[seen], replace(case, device=CPU).scores()[seen])
+    assert_flat(case)
+
+
+@pytest.mark.parametrize("of_queries", [(30, 60), (118, 130), (190, 220)])
+@pytest.mark.parametrize("of_keys", [(0, 30), (30, 60), (190, 220), (225, 255), (0, 256)])
+def test_exponents_at_the_ends(of_keys, of_queries, device) -> None:
+    """Sums that are subnormal, or overflow on the way, or hold a NaN scale."""
+    case = index_case([3000, 700], [2, 1], device=device)
+    spread_scales(case, *of_keys)
+    case.query.scales.view(torch.uint8).random_(*of_queries)
+    assert_reindex(case, random_pool(case, 300), 64)
+    assert_flat(case)
+
+
+def test_many_rows_with_long_pools(device) -> None:
+    """So many that each has few workers, which go through their stages several times."""
+    case = index_case([20_000], [300], heads=2, device=device)
+    assert_reindex(case, random_pool(case, 2048), 512)

@@ -64,6 +64,16 @@ def test_own_pools_are_normal(device) -> None:
         normalized(lists, at, 7, device)
 
 
+@pytest.mark.case("Block list contract")
+def test_foreign_lists_of_long_contexts(device) -> None:
+    """Block numbers far apart: no part of the context starts the list anew."""
+    lists = torch.tensor([[500_000, 3, 262_144, 262_143, 500_000, 1_000_000]], dtype=torch.int32)
+    at = torch.tensor([(1 << 22) - 1], dtype=torch.int32)
+    got = normalized(lists, at, 6, device, max_entries=1 << 22)
+    assert got.blocks.tolist() == [[3, 262_143, 262_144, 500_000, -1, -1]]
+    assert got.counts.tolist() == [4]
+
+
 def test_a_pool_is_for_its_row_alone(device) -> None:
     """Rows of one request with pools of their own: scores and lists are the flat ones inside."""
     case = index_case([300, 500], [5, 3], heads=8, device=device)
@@ -79,25 +89,42 @@ def test_a_pool_is_for_its_row_alone(device) -> None:
     assert_same_list(case.index_select(16, pool=pool)[0], want)
 
 
+def assert_merges(ids: torch.Tensor, width: int, batch: fc.Batch, entries: int, device) -> None:
+    """Of lists i32 [parts, R, n] with ties, infinities and NaN: those of the reference."""
+    values = torch.tensor([0.0, -0.0, 1, 2, -1, torch.inf, -torch.inf, torch.nan])
+    scores = values[torch.randint(0, 8, ids.shape)]
+    table = random_table(batch, entries, 8)
+    table[0, 1] = -1
+    here = {"row_request": batch.row_request, "block_table": table}
+    there = {name: tensor.to(device) for name, tensor in here.items()}
+    out = fc.Selection.empty(ids.shape[1], width, device, scores=True)
+    lists = (ids.to(device), scores.to(device))
+    got = fc.merge_selections(*lists, width, **there, page_size=8, out=out)
+    want = ref.merge_selections(ids, scores, width, **here, page_size=8)
+    assert_same_list(moved(got, CPU), want)
+    options = {"ratio": 1, "pool_blocks": width}
+    out = fc.Pool.empty(ids.shape[1], width, device, scores=True)
+    got = fc.merge_pools(*lists, batch.positions.to(device), **options, out=out)
+    want = ref.merge_pools(ids, scores, batch.positions, **options)
+    assert_same_list(moved(got, CPU), want)
+
+
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_merges_are_the_reference(parts: int, n: int, width: int, seed: int) -> None:
-    """Lists with holes, repeated ids, ties, infinities and NaN."""
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-2, 20, (parts, 3, n), generator=g, dtype=torch.int32)
-    values = torch.tensor([0.0, -0.0, 1, 2, -1, torch.inf, -torch.inf, torch.nan])
-    scores = values[torch.randint(0, 8, (parts, 3, n), generator=g)]
+def test_merges_are_the_reference(device, parts: int, n: int, width: int, seed: int) -> None:
+    """Lists with holes and repeated ids."""
+    torch.manual_seed(seed)
     batch = fc.Batch.build([159, 50], [1, 1], num_rows=3)  # the last row is padding
-    table = random_table(batch, 160, 8)
-    table[0, 1] = -1
-    options = {"row_request": batch.row_request, "block_table": table, "page_size": 8}
-    out = fc.Selection.empty(3, width, scores=True)
-    got = fc.merge_selections(ids, scores, width, **options, out=out)
-    assert_same_list(got, ref.merge_selections(ids, scores, width, **options))
-    options = {"ratio": 1, "pool_blocks": width}
-    out = fc.Pool.empty(3, width, scores=True)
-    got = fc.merge_pools(ids, scores, batch.positions, **options, out=out)
-    assert_same_list(got, ref.merge_pools(ids, scores, batch.positions, **options))
+    ids = torch.randint(-2, 20, (parts, 3, n), dtype=torch.int32)
+    assert_merges(ids, width, batch, 160, device)
+
+
+def test_merges_of_long_contexts(device) -> None:
+    """Ids far apart, and neighbours."""
+    batch = fc.Batch.decode([299_999, 70_000])
+    ids = torch.randint(0, 300_000, (3, 2, 100), dtype=torch.int32)
+    ids[1] = ids[0] + 1
+    assert_merges(ids, 64, batch, 300_001, device)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 7])

@@ -384,7 +384,7 @@ def rope_case(rows: int, heads: int, max_pos: int = 4096):
 
 @pytest.mark.parametrize("record", ["WindowFp8", "MixedFp8"])
 @pytest.mark.parametrize("eps", [None, 1e-6])
-@pytest.mark.parametrize("rows, heads", [(1, 1), (7, 3), (70, 8)])
+@pytest.mark.parametrize("rows, heads", [(1, 1), (7, 3), (70, 8), (3, 24), (2, 130)])
 def test_rope_store(record, eps, rows, heads, device):
     q, kv, positions, slots, table = rope_case(rows, heads)
     pages, buffer = guarded_pages(rows + 5, record, 1, device=device)

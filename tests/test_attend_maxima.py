@@ -1,0 +1,55 @@
+"""attend where the largest logit moves along a list, further than any that is kept may lag behind.
+
+Tiles and pieces of a list weigh their records against a maximum of their own; which one counts in
+the end shows only where they differ.
+"""
+
+import pytest
+import torch
+
+from attend_data import Case, assert_close, filled_pages, run, selection
+from flash_csa import Window
+from reference_data import randn
+
+WINDOW, SELECTED, LEVEL = 128, 512, 32  # dims 0..31 of record and query make the level of a logit
+ORDERS = {  # of the level, by the place in the list
+    "rising": lambda at: at // 64,
+    "by turns": lambda at: at // 64 % 2,
+    "within a tile": lambda at: at % 64 // 8,
+    "one peak": lambda at: (at == 389).long() * 4,
+}
+
+
+def leveled_case(heads: int, rows: int, order: str, step: float) -> Case:
+    """Logits are small beside their level, which goes up by `step`, and down at odd heads."""
+    levels = ORDERS[order](torch.arange(WINDOW + SELECTED)).float()
+    kv = randn(WINDOW + SELECTED, 512, seed=1).float()
+    kv[:, :LEVEL] = levels[:, None]
+    q = randn(rows, heads, 512, seed=2).float() / 4
+    q[..., :LEVEL] = step * 512**0.5 / LEVEL
+    q[:, 1::2, :LEVEL] *= -1
+    window, window_slots = filled_pages("WindowFp8", 64, kv[:WINDOW].bfloat16())
+    main, slots = filled_pages("MainFp4", 64, kv[WINDOW:].bfloat16())
+    lengths = torch.full((rows,), SELECTED, dtype=torch.int32)
+    return Case(
+        q=q.bfloat16(),
+        main=main,
+        selection=selection(slots.repeat(rows, 1), lengths),
+        window_pages=window,
+        window=Window(window_slots.repeat(rows, 1), torch.full_like(lengths, WINDOW)),
+    )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("step", [4.0, 12.0])
+@pytest.mark.parametrize("order", ORDERS)
+def test_levels(order, step, heads, batch_invariant, device):
+    case = leveled_case(heads, 1, order, step)
+    out, lse = run(case, device, dtype=torch.bfloat16, batch_invariant=batch_invariant)
+    assert_close(case, out, lse)
+
+
+def test_levels_in_fp32(device):
+    case = leveled_case(6, 2, "rising", 12.0)
+    assert_close(case, *run(case, device))
