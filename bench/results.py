@@ -19,13 +19,31 @@ TREES = ("tree_core", "tree_common", "tree_stage")
 Row = dict[str, Any]
 
 
-def load(path: Path) -> dict[str, Row]:
-    """Rows by case; of several for one case the last."""
+def load(path: Path, keys: Iterable[str] = ("case",)) -> dict[str, Row]:
+    """Rows by case; of several for one case the last. No file: no rows.
+
+    Raises:
+        ValueError: a line is no object with `keys`; names file and line.
+    """
     if not path.exists():
         return {}
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines if line.strip()]
-    return {row["case"]: row for row in rows}
+    rows = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            row = _row(line)
+            missing = [key for key in keys if key not in row]
+            if missing:
+                raise ValueError(f"{path}, line {number}: no row of results ({missing[0]} missing)")
+            rows[row["case"]] = row
+    return rows
+
+
+def _row(line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def save(

@@ -12,7 +12,7 @@ names the committed tree in FLASH_CSA_TREE: `git rev-parse HEAD:csrc`.
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import torch
 import typer
@@ -47,27 +47,56 @@ def main(
 ) -> None:
     """Times the cases."""
     deadline = time.monotonic() + budget
-    left_out = {c.name for c in matching(skip)} if skip else set()
-    cases = [c for c in matching(case or []) if c.name not in left_out]
-    if not cases:
-        _stop("no case matches")
+    cases = _chosen(case or [], skip or [])
+    if device not in ("cuda", "cpu"):
+        _stop(f"--device must be cuda or cpu, got {device}")
     if list_cases:
         _print_cases(cases)
-    elif device == "cpu":
+        return
+    if not any(c.available for c in cases):
+        _stop(f"not available yet: {', '.join(c.name for c in cases)}")
+    if device == "cpu":
+        if compare or count_dram:
+            _stop("--compare and --dram need times: --device cpu takes none")
         sys.exit(_dry_run(cases))
-    else:
-        bench = _bench(allow_dirty)
-        rows, failures = _measure(bench, cases, out, redo, deadline)
+    old, rows = _earlier(compare, out)  # out may be the file to compare with
+    bench = _bench(allow_dirty)
+    try:
+        failures = _measure(bench, cases, rows, out, redo, deadline)
         if count_dram:
             _count_dram(cases, rows)
             results.save(out, rows)
-        names = dict.fromkeys(c.name for c in [*CEILINGS, *cases])
-        shown = [rows[name] for name in names if name in rows]
-        _print_rows(shown, failures)
-        grown = results.regressions(shown, results.load(compare) if compare else {}, tolerance)
-        for name, growth in grown:
-            _say(f"regression: {name} {growth:+.1%}")
-        sys.exit(1 if grown or failures else 0)
+    except KeyboardInterrupt:
+        _say("interrupted; run again to go on")
+        sys.exit(130)
+    names = dict.fromkeys(c.name for c in [*CEILINGS, *cases])
+    shown = [rows[name] for name in names if name in rows]
+    _print_rows(shown, failures)
+    grown = results.regressions(shown, old, tolerance)
+    for name, growth in grown:
+        _say(f"regression: {name} {growth:+.1%}")
+    sys.exit(1 if grown or failures else 0)
+
+
+def _chosen(patterns: list[str], skip: list[str]) -> list[Case]:
+    for pattern in (*patterns, *skip):
+        if not matching([pattern]):
+            _stop(f"no case matches {pattern} (--list names them)")
+    left_out = matching(skip) if skip else []
+    cases = [c for c in matching(patterns) if c not in left_out]
+    return cases or _stop("--skip leaves no case")
+
+
+def _earlier(compare: Path | None, out: Path) -> tuple[dict[str, results.Row], ...]:
+    """The rows to compare with, and those of `out`."""
+    if compare and not compare.exists():
+        _stop(f"--compare: there is no {compare}")
+    try:
+        keys = ("case", "device", "ours_us")
+        old = results.load(compare, keys) if compare else {}
+        return old, results.load(out, results.KEYS)
+    except ValueError as error:
+        _stop(str(error))
 
 
 def _bench(allow_dirty: bool) -> Bench:
@@ -83,10 +112,14 @@ def _bench(allow_dirty: bool) -> Bench:
 
 
 def _measure(
-    bench: Bench, cases: list[Case], out: Path, redo: bool, deadline: float
-) -> tuple[dict[str, results.Row], dict[str, str]]:
-    """All rows by case, written to `out` one by one; and what failed."""
-    rows = results.load(out)
+    bench: Bench,
+    cases: list[Case],
+    rows: dict[str, results.Row],
+    out: Path,
+    redo: bool,
+    deadline: float,
+) -> dict[str, str]:
+    """Adds to the rows and writes all to `out`, case by case; returns what failed."""
     wanted = [c for c in cases if c.available and c not in CEILINGS]
     todo = [c for c in wanted if redo or not _is_current(bench, rows, c)]
     for row in bench.measure_ceilings(CEILINGS):
@@ -111,7 +144,7 @@ def _measure(
         ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
         took = time.monotonic() - started
         _say(f"{c.name}: {row['ours_us']:.1f} us, {ratio} ({took:.1f} s)")
-    return rows, failures
+    return failures
 
 
 def _count_dram(cases: list[Case], rows: dict[str, results.Row]) -> None:
@@ -198,7 +231,7 @@ def _say(line: str) -> None:
     print(f"bench: {line}", file=sys.stderr, flush=True)
 
 
-def _stop(line: str) -> None:
+def _stop(line: str) -> NoReturn:
     _say(line)
     sys.exit(2)
 

@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import measure, ours, pack_peers, peers, provenance, results, timing  # noqa: E402
+from bench import measure, ours, pack_peers, peers, provenance, results, run, timing  # noqa: E402
 from bench.cases import CASES, matching  # noqa: E402
 from bench.inputs import Inputs  # noqa: E402
 
@@ -203,6 +203,94 @@ def test_regressions():
     ]
     assert results.regressions(rows, old, 0.05) == [("a", pytest.approx(0.06))]
     assert results.regressions(rows, old, 0.10) == []
+
+
+class FakeBench:
+    """Times of a machine without a GPU; `interrupt` names the case at which the user gives up."""
+
+    def __init__(self, us: float = 10.0, interrupt: str = ""):
+        self.us, self.interrupt, self.measured = us, interrupt, []
+        self.facts = {"device": "H200"}
+
+    def measure_ceilings(self, cases):
+        return [self._row(case) for case in cases]
+
+    def measure(self, case):
+        if case.name == self.interrupt:
+            raise KeyboardInterrupt
+        self.measured.append(case.name)
+        return self._row(case)
+
+    def _row(self, case):
+        row = dict.fromkeys(results.KEYS) | provenance.trees(case.stage) | self.facts
+        return row | {"case": case.name, "stage": case.stage, "ours_us": self.us, "note": ""}
+
+
+def bench_command(bench, monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of `python -m bench.run`."""
+    monkeypatch.setattr(run, "_bench", lambda allow_dirty: bench)
+    monkeypatch.setattr(run, "_device_works", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["bench.run", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run.typer.run(run.main)
+    return ended.value.code or 0, capsys.readouterr().err
+
+
+SELECT = ("--case", "select.1x131072", "--case", "select.8x131072")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "select.*", "--case", "nosuch.*"], "no case matches nosuch.* (--list"),
+        (["--skip", "nosuch"], "no case matches nosuch"),
+        (["--case", "select.*", "--skip", "select.*"], "--skip leaves no case"),
+        (["--device", "tpu"], "--device must be cuda or cpu, got tpu"),
+        (["--device", "cpu", "--dram"], "--device cpu takes none"),
+        (["--case", "step.v41.b1.*"], "not available yet: step.v41.b1."),
+        (["--compare", "nosuch.jsonl"], "--compare: there is no nosuch.jsonl"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, monkeypatch, capsys):
+    code, said = bench_command(FakeBench(), monkeypatch, capsys, *arguments)
+    assert code == 2 and message in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["garbled", "[1]", '{"ours_us": 3}', '{"case": "a"', "{}\n"])
+@pytest.mark.parametrize("option", ["--compare", "--out"])
+def test_garbled_rows_are_one_line(option, text, monkeypatch, capsys, tmp_path):
+    """Before anything is measured, and the file stays as it is."""
+    path, bench = tmp_path / "rows.jsonl", FakeBench()
+    path.write_text("\n" + text)
+    code, said = bench_command(bench, monkeypatch, capsys, *SELECT, option, str(path))
+    assert code == 2 and f"{path}, line 2: no row" in said and len(said.splitlines()) == 1
+    assert not bench.measured and path.read_text() == "\n" + text
+
+
+def test_an_interrupted_run_is_taken_up_again(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    arguments = (*SELECT, "--out", str(out))
+    bench = FakeBench(interrupt="select.8x131072")
+    code, said = bench_command(bench, monkeypatch, capsys, *arguments)
+    assert code == 130 and said.endswith("bench: interrupted; run again to go on\n")
+    assert results.load(out, results.KEYS).keys() > {"select.1x131072"}
+    bench = FakeBench()
+    assert bench_command(bench, monkeypatch, capsys, *arguments)[0] == 0
+    assert bench.measured == ["select.8x131072"]
+    bench = FakeBench()
+    assert bench_command(bench, monkeypatch, capsys, *arguments)[0] == 0
+    assert not bench.measured  # all are current
+    code, said = bench_command(bench, monkeypatch, capsys, *arguments, "--redo", "--budget", "0")
+    assert code == 0 and "out of time: 2 cases left; run again to go on" in said
+
+
+def test_a_run_may_be_compared_with_its_own_file(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    arguments = (*SELECT, "--out", str(out), "--compare", str(out), "--redo")
+    bench_command(FakeBench(10.0), monkeypatch, capsys, *arguments[:-3])
+    code, said = bench_command(FakeBench(11.0), monkeypatch, capsys, *arguments)
+    assert code == 1 and "regression: select.1x131072 +10.0%" in said
+    assert bench_command(FakeBench(11.2), monkeypatch, capsys, *arguments)[0] == 0
 
 
 def test_missing_peers_are_one_line(tmp_path, monkeypatch):
