@@ -224,7 +224,21 @@ def _print_rows(rows: list[results.Row], failures: dict[str, str]) -> None:
         )
     for name, message in failures.items():
         table.add_row(name, "failed", "", "", "", "", "", "", message[:60])
-    Console(width=160, highlight=False).print(table)
+    Console(width=160, highlight=False).print(table, *_states(rows), sep="\n")
+
+
+def _states(rows: list[results.Row]) -> list[str]:
+    """Where and in which state of the clocks the rows were measured, a line a device."""
+    lines = []
+    for device in dict.fromkeys(row["device"] for row in rows):
+        own = [row for row in rows if row["device"] == device]
+        parts = [device]
+        for name, unit in (("clock", "MHz"), ("power", "W")):
+            values = [row[name] for row in own if row[name] is not None]
+            if values:
+                parts.append(f"{name} {min(values):.0f} to {max(values):.0f} {unit}")
+        lines.append(", ".join(parts))
+    return lines
 
 
 def _say(line: str) -> None:

@@ -284,6 +284,15 @@ def test_an_interrupted_run_is_taken_up_again(monkeypatch, capsys, tmp_path):
     assert code == 0 and "out of time: 2 cases left; run again to go on" in said
 
 
+def test_clocks_and_power_are_printed():
+    rows = [
+        {"device": "H200", "clock": 1980.0, "power": 120.5},
+        {"device": "H200", "clock": 1755.0, "power": None},
+        {"device": "cpu", "clock": None, "power": None},
+    ]
+    assert run._states(rows) == ["H200, clock 1755 to 1980 MHz, power 120 to 120 W", "cpu"]
+
+
 def test_a_run_may_be_compared_with_its_own_file(monkeypatch, capsys, tmp_path):
     out = tmp_path / "rows.jsonl"
     arguments = (*SELECT, "--out", str(out), "--compare", str(out), "--redo")
