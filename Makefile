@@ -81,6 +81,7 @@ gpu-mutants:
 	$(PYTHON) tests/mutants/run.py --device cuda --jobs 8 --timeout 120 $(ARGS)
 
 gpu-library:
+	@$(PYTHON) -c "import torch; torch.cuda.is_available() or exit('flash_csa: there is no GPU here')"
 ifdef FLASH_CSA_PREBUILT
 	cp $(FLASH_CSA_PREBUILT) python/flash_csa/_C.abi3.so
 else
