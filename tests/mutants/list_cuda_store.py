@@ -4,6 +4,17 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        1101,
+        "store",
+        "heads of whole parts only",
+        "sm90/store/rope_store.cu",
+        "    const int parts = (p.heads + kGroup * kLoads - 1) / (kGroup * kLoads);",
+        "    const int parts = max(p.heads / (kGroup * kLoads), 1);",
+        "heads come in sixteens",
+        "Head counts and real dispatch",
+        "tests/test_store.py::test_rope_store",
+    ),
+    Mutant(
         1102,
         "store",
         "a lane's pairs turn by its neighbour's angles",
