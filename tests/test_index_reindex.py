@@ -73,6 +73,18 @@ def test_exponents_at_the_ends(of_keys, of_queries, device) -> None:
     assert_flat(case)
 
 
+def test_sums_that_overflow_on_the_way(device) -> None:
+    """Powers of two that would come last leave sums finite that are not."""
+    case = index_case([3000, 700], [2, 1], device=device)
+    spread_scales(case, 215, 224)
+    case.query.scales.view(torch.uint8).random_(145, 148)
+    case.weights.copy_(60 * case.weights.sign())
+    scores = replace(case, device=CPU).scores()[case.visible()]
+    assert scores.isinf().any() and scores.isfinite().any() and scores.isnan().any()
+    assert_flat(case)
+    assert_reindex(case, random_pool(case, 300), 64)
+
+
 def test_many_rows_with_long_pools(device) -> None:
     """So many that each has few workers, which go through their stages several times."""
     case = index_case([20_000], [300], heads=2, device=device)
