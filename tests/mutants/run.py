@@ -69,6 +69,8 @@ OPS = {  # of a CUDA stage, in the names of tests: those that are not its own na
     "select": ("pool", "merge_selections"),
     "attend": ("merge",),
 }
+OUT_OF_TIME = "out of time"
+UNKNOWN = {"outcome": OUT_OF_TIME}
 CRASHES = 3  # tests that may crash before the run is given up
 
 
@@ -155,7 +157,7 @@ class Worker:
                 started = self.events("start")
                 ends.append(f"{why} in {started[-1]['start'] if started else 'no test'}")
                 if time.monotonic() > end:
-                    return {"outcome": "out of time", "others": ends}
+                    return {"outcome": OUT_OF_TIME, "others": ends}
         ends += [f"{e['failed']}: {e['message']}" for e in self.events("failed")]
         return {"outcome": "survived", "others": ends}
 
@@ -241,7 +243,7 @@ def result_table(mutants: dict[Mutant, str], results: dict[str, dict]) -> Table:
 
 def run_all(mutants: dict[Mutant, str], results: dict[str, dict], options, state: Path) -> None:
     """Fills `results`, and keeps them and the kills as they come: a run can be taken up again."""
-    todo = [m for m in mutants if str(m.number) not in results]
+    todo = [m for m in mutants if results.get(str(m.number), UNKNOWN)["outcome"] == OUT_OF_TIME]
     if not todo:
         return
     console, lock = Console(), threading.Lock()
@@ -263,7 +265,7 @@ def run_all(mutants: dict[Mutant, str], results: dict[str, dict], options, state
             console.print(f"{mutant.number} {mutant.name}: {result['outcome']}, {took}, {said}")
             results[str(mutant.number)] = result
             state.write_text(json.dumps(results, indent=1))
-            if mutant is not CONTROL and result["outcome"] in ("killed", "survived"):
+            if mutant is not CONTROL and result["outcome"] != OUT_OF_TIME:
                 record(name, {str(mutant.number): result})
 
     with ThreadPoolExecutor(jobs) as pool:
