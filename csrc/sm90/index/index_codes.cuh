@@ -63,9 +63,12 @@ __device__ __forceinline__ ByteRange scale_range(uint32_t word) {
 // queries within 20, and weights of 0 or 2^-40 .. 2^6; docs/index.md has the count of bits.
 constexpr uint32_t kUnitScales = 0x7f7f7f7fu;  // four exponents of 0
 
-__device__ __forceinline__ bool is_plain_key(uint32_t scales) {
-    // A byte in 0x60 .. 0x9f plus 0x20 has 10 on top.
-    return (((scales + 0x20202020u) ^ 0x80808080u) & 0xc0c0c0c0u) == 0;
+// Bits by which the scales of keys are not plain, to be united with those of other keys.
+__device__ __forceinline__ uint32_t odd_key_bits(uint32_t scales) {
+    return (scales + 0x20202020u) ^ 0x80808080u;  // a byte in 0x60 .. 0x9f gets 00 on top
+}
+__device__ __forceinline__ bool is_plain(uint32_t odd_bits) {
+    return (odd_bits & 0xc0c0c0c0u) == 0;
 }
 
 __device__ __forceinline__ bool is_plain_query(ByteRange scales) {
@@ -94,13 +97,19 @@ __device__ __forceinline__ int32_t head_fold(uint32_t scales, ByteRange range, i
 // Exponents of a vector's groups differ by at most this: 12 half units times 2^3 fit a byte.
 constexpr int32_t kMaxIntegerFold = 3;
 
+// Dots of folded keys are integers, which the epilogue takes for subnormal floats: as quarters of
+// 2^-149. Their weights make up for most of it, the last factor of a score for the rest.
+constexpr int32_t kFoldedWeightExponent = 100;
+constexpr int32_t kFoldedScoreExponent = 149 - 2 - kFoldedWeightExponent;
+
 // Bytes of four E2M1 codes (the low 16 bits) that select positive values, negative ones are 0: a
 // set top bit of a selector repeats the sign of the byte, which is 0.
 struct HalfUnits {
     uint32_t low, high;  // 0, 1, 2, 3 and 4, 6, 8, 12 half units times a power of two
 
-    __device__ __forceinline__ explicit HalfUnits(uint32_t power)
-        : low(power * 0x03020100u), high(power * 0x0c080604u) {}
+    // Times 2^shift.
+    __device__ __forceinline__ explicit HalfUnits(uint32_t shift)
+        : low(0x03020100u << shift), high(0x0c080604u << shift) {}
     __device__ __forceinline__ uint32_t positive(uint32_t codes) const {
         return permute(low, high, codes);
     }
@@ -122,6 +131,10 @@ __device__ __forceinline__ IntegerWord negative_units(uint32_t codes, const Half
 // positive - negative in every byte; one of the two is 0.
 __device__ __forceinline__ uint32_t signed_units(uint32_t positive, uint32_t negative) {
     return ((positive | 0x80808080u) - negative) ^ 0x80808080u;
+}
+__device__ __forceinline__ IntegerWord signed_units(const IntegerWord& positive,
+                                                    const IntegerWord& negative) {
+    return {signed_units(positive.low, negative.low), signed_units(positive.high, negative.high)};
 }
 
 }  // namespace flash_csa::sm90

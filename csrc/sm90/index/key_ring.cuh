@@ -1,13 +1,11 @@
 // The keys of a score kernel: a ring of units in shared memory, filled by bulk copies from pages.
 //
 //   feeder warps   copies of codes and scale words, some units ahead     full[stage]
-//                  scale words -> factors of each key                    ready[stage]
+//                  scale words -> how each group folds                   ready[stage]
 //   consumers                                                            empty[stage]
 //
 // Feeders take units in turn: one warp alone starts copies too slowly (70 cycles each) to keep up
-// with HBM. A unit is 128 consecutive columns of one request: four runs of 32 keys. A run is 16
-// bytes longer than its codes, so that ldmatrix, which reads the same 16 bytes of two neighbouring
-// keys of each run at a time, meets every bank once.
+// with HBM. A unit is kUnitKeys consecutive columns of one request, as they lie in pages.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -22,40 +20,38 @@
 
 namespace flash_csa::sm90 {
 
-constexpr int32_t kRunKeys = 32;
-constexpr int32_t kUnitRuns = kUnitKeys / kRunKeys;
 constexpr int32_t kKeyBytes = record(RecordId::IndexFp4).data_bytes;
 constexpr int32_t kScaleBytes = record(RecordId::IndexFp4).scale_bytes;
-constexpr int32_t kRunBytes = kRunKeys * kKeyBytes + 16;
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
 struct alignas(16) KeyStage {
-    uint8_t codes[kUnitRuns * kRunBytes];
+    uint8_t codes[kUnitKeys * kKeyBytes];
     uint32_t scales[kUnitKeys];
-    // Of each key: floats 2^(exponents of groups 1, 2, 3 - that of group 0); bytes 2^(exponent of a
-    // group - lowest) where the unit folds. One more a run: the same key of four runs lies in four
-    // banks.
-    uint4 factors[kUnitRuns][kRunKeys + 1];
+    // Of keys of a unit that folds: bytes, a group's exponent - the lowest; what is left of the
+    // scales of a score, NaN for an entry on no page.
+    uint32_t shifts[kUnitKeys];
+    float rest[kUnitKeys];
     uint32_t present;  // bit i: keys 8 i .. 8 i + 7 are on a page
     uint32_t plain;    // all visible keys have plain scales
     uint32_t folds;    // and exponents that differ by at most kMaxIntegerFold
     uint32_t unused;
 };
+static_assert(kUnitKeys / 8 == 32);  // bits of `present`
 
 struct KeyRing {
     KeyStage* stages;  // [num_stages]
     Barrier* full;     // one arrival
-    Barrier* ready;    // an arrival of each lane of the feeder
-    Barrier* empty;    // an arrival of each thread of the group that took the unit
+    Barrier* ready;    // one arrival, of the feeder
+    Barrier* empty;    // an arrival of each warp of the group that took the unit
     int32_t num_stages;
 
     // One thread; a barrier of the block follows.
-    __device__ void init(int32_t consumers) const {
+    __device__ void init(int32_t consumer_warps) const {
         for (int32_t i = 0; i < num_stages; ++i) {
             full[i].init(1);
-            ready[i].init(32);
-            empty[i].init(consumers);
+            ready[i].init(1);
+            empty[i].init(consumer_warps);
         }
         cutlass::arch::fence_barrier_init();
     }
@@ -79,21 +75,14 @@ using UnitTurn = Turn<RingPosition>;
 
 // ---- Copies
 
-// What a lane copies of each unit: lanes 0..15 codes, lanes 16..31 scale words. A piece lies in one
-// page and, for codes, in one run.
+// A lane copies one piece of each unit, codes and scale words: what a page holds of it.
 class Copier {
   public:
     __device__ explicit Copier(const IndexScoresParams& p) : p_(p) {
-        const int32_t lane = threadIdx.x % 32;
         const int32_t size = p.index.page_size;
-        codes_ = lane < 16;
         page_shift_ = __ffs(size) - 1;
-        const int32_t piece = min(codes_ ? kRunKeys : kUnitKeys, size);
-        key_ = lane % 16 * piece;
-        bytes_ = piece * (codes_ ? kKeyBytes : kScaleBytes);
-        target_ = codes_ ? key_ / kRunKeys * kRunBytes + key_ % kRunKeys * kKeyBytes
-                         : static_cast<int32_t>(offsetof(KeyStage, scales)) + key_ * kScaleBytes;
-        eighths_ = codes_ && key_ < kUnitKeys ? ((1u << piece / 8) - 1) << key_ / 8 : 0;
+        key_ = static_cast<int32_t>(threadIdx.x % 32) << page_shift_;
+        eighths_ = ~0u >> (32 - size / 8) << (key_ / 8 & 31);
     }
 
     // The lane's page of a unit; -1 where it copies nothing.
@@ -103,108 +92,97 @@ class Copier {
         return __ldg(p_.block_table.row(segment.request) + (column >> page_shift_));
     }
 
-    __device__ __forceinline__ void copy(int32_t unit, int32_t page, const KeyRing& ring,
+    __device__ __forceinline__ void copy(int32_t page, const KeyRing& ring,
                                          const RingPosition& at) const {
         const ConstPages& index = p_.index;
         const bool copies = page >= 0 && page < index.num_pages;
-        const int32_t offset = (unit * kUnitKeys + key_) & (index.page_size - 1);
-        const int32_t in_page =
-            codes_ ? offset * kKeyBytes : index.page_size * kKeyBytes + offset * kScaleBytes;
-        const uint8_t* source = index.data + page * index.page_stride + in_page;
-        const uint32_t lanes = __ballot_sync(~0u, copies);
-        const uint32_t total = __popc(lanes & 0xffffu) * __shfl_sync(~0u, bytes_, 0) +
-                               __popc(lanes >> 16) * __shfl_sync(~0u, bytes_, 16);
+        const int32_t codes = index.page_size * kKeyBytes, scales = index.page_size * kScaleBytes;
+        const uint32_t pages = __popc(__ballot_sync(~0u, copies));
         const uint32_t present = __reduce_or_sync(~0u, copies ? eighths_ : 0);
         KeyStage& stage = ring.stages[at.stage];
         Barrier& full = ring.full[at.stage];
         ring.empty[at.stage].wait(at.phase ^ 1);
         if (threadIdx.x % 32 == 0) {
             stage.present = present;
-            full.arrive_and_expect_tx(total);
+            full.arrive_and_expect_tx(pages * (codes + scales));
         }
         __syncwarp();
         if (copies) {
-            cute::SM90_BULK_COPY_G2S::copy(source, reinterpret_cast<uint64_t*>(&full),
-                                           reinterpret_cast<uint8_t*>(&stage) + target_, bytes_);
+            const uint8_t* source = index.data + page * index.page_stride;
+            uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
+            using Copy = cute::SM90_BULK_COPY_G2S;
+            Copy::copy(source, barrier, stage.codes + key_ * kKeyBytes, codes);
+            Copy::copy(source + codes, barrier, stage.scales + key_, scales);
         }
     }
 
   private:
     const IndexScoresParams& p_;
     int32_t key_;  // first of the piece, in the unit; lanes without a piece lie behind it
-    int32_t bytes_, target_, page_shift_;
+    int32_t page_shift_;
     uint32_t eighths_;  // bit i: the piece covers keys 8 i .. 8 i + 7
-    bool codes_;
 };
 
 // ---- Scales
 
-__device__ __forceinline__ uint4 key_factors(uint32_t word, int32_t lowest) {
-    const uint32_t relative = word + (kUnitScales - (word & 0xffu) * 0x01010101u);  // if plain
-    // 1 << (0 .. 3) in every byte that folds: bits 0 and 1 of a difference d give (1 + b0)(1 + 3
-    // b1).
-    const uint32_t d = word - lowest * 0x01010101u;
-    const uint32_t b0 = d & 0x01010101u, b1 = d >> 1 & 0x01010101u;
-    const uint32_t powers = (0x01010101u + b0) + b1 * 3 + 3 * (b0 & b1);
-    return {relative << 15 & kInfBits, relative << 7 & kInfBits, relative >> 1 & kInfBits, powers};
-}
-
-// One warp; the copies of the unit are on their way.
+// One warp; the copies of the unit are on their way. A lane takes four neighbouring keys at a time.
 __device__ __forceinline__ void prepare_scales(const Segment& segment, int32_t unit,
                                                const KeyRing& ring, const RingPosition& at) {
+    constexpr int kLaneKeys = 4, kSteps = kUnitKeys / (32 * kLaneKeys);
     const int32_t lane = threadIdx.x % 32;
     KeyStage& stage = ring.stages[at.stage];
     ring.full[at.stage].wait(at.phase);
     const uint32_t present = stage.present;
     const int32_t visible = segment.count - unit * kUnitKeys;
-    static_assert(kRunKeys == 32);
-    uint32_t words[kUnitRuns];
-    int32_t lowest[kUnitRuns];
-    bool plain = true, folds = true;
+    uint32_t odd = 0, spread = 0;  // bits that are set where a key is not plain, does not fold
 #pragma unroll
-    for (int i = 0; i < kUnitRuns; ++i) {
-        const int32_t key = kRunKeys * i + lane;
-        const bool counts = key < visible && (present >> key / 8 & 1) != 0;
-        words[i] = counts ? stage.scales[key] : kUnitScales;
-    }
+    for (int step = 0; step < kSteps; ++step) {
+        const int32_t four = 32 * step + lane;
+        const bool here = present >> (four / 2) & 1;
+        const uint4 raw = reinterpret_cast<const uint4*>(stage.scales)[four];
+        uint32_t words[kLaneKeys] = {raw.x, raw.y, raw.z, raw.w};
+        float rest[kLaneKeys];
 #pragma unroll
-    for (int i = 0; i < kUnitRuns; ++i) {
-        const ByteRange range = scale_range(words[i]);
-        lowest[i] = range.low;
-        plain &= is_plain_key(words[i]);
-        folds &= range.high - range.low <= kMaxIntegerFold;
+        for (int i = 0; i < kLaneKeys; ++i) {
+            uint32_t& word = words[i];
+            if (!here || kLaneKeys * four + i >= visible) word = kUnitScales;
+            const int32_t lowest = scale_range(word).low;
+            odd |= odd_key_bits(word);
+            word -= lowest * 0x01010101u;
+            spread |= word;
+            rest[i] = here ? power_of_two(lowest + kFoldedScoreExponent) : bits_float(kNanBits);
+        }
+        reinterpret_cast<uint4*>(stage.shifts)[four] = {words[0], words[1], words[2], words[3]};
+        reinterpret_cast<float4*>(stage.rest)[four] = {rest[0], rest[1], rest[2], rest[3]};
     }
-    plain = __all_sync(~0u, plain);
-    folds = __all_sync(~0u, folds) && plain;
-#pragma unroll
-    for (int i = 0; i < kUnitRuns; ++i) {
-        stage.factors[i][lane] = key_factors(words[i], lowest[i]);
-    }
+    static_assert(kMaxIntegerFold == 3);
+    const bool plain = __all_sync(~0u, is_plain(odd));
+    const bool folds = __all_sync(~0u, (spread & 0xfcfcfcfcu) == 0) && plain;
     if (lane == 0) {
         stage.plain = plain;
         stage.folds = folds;
     }
     __syncwarp();
-    ring.ready[at.stage].arrive();
+    if (lane == 0) ring.ready[at.stage].arrive();
 }
 
 // ---- Feeder
 
 constexpr int kFeeders = 4;  // warps
 
-// One warp: all its units of a list. Copies run ahead, less than the feeder's share of the ring:
-// the consumers must get the scales that the unit in the way of a copy waits for.
+// One warp: all its units of a list. Copies run ahead, by no more than the feeder's share of the
+// ring: before a copy waits for a stage, the scales of the unit in it must be ready.
 __device__ __forceinline__ void feed_keys(const IndexScoresParams& p, const WorkList& list,
                                           const KeyRing& ring, UnitTurn& copy_turn,
                                           UnitTurn& scale_turn) {
     const Copier copier(p);
-    const int32_t most = max(2, ring.num_stages / kFeeders - 1);
+    const int32_t most = max(1, ring.num_stages / kFeeders);
     Units<RingPosition> copies(list, copy_turn);
     int32_t page = copies.valid() ? copier.page_of(copies.segment, copies.unit) : -1;
     int32_t ahead = 0;  // units copied that have no scales yet
     for (Units<RingPosition> scales(list, scale_turn); scales.valid(); scales.advance(), --ahead) {
         for (; copies.valid() && ahead < most; ++ahead) {
-            copier.copy(copies.unit, page, ring, copies.at());
+            copier.copy(page, ring, copies.at());
             copies.advance();
             // Here, so that nothing waits for it before the next copy.
             if (copies.valid()) page = copier.page_of(copies.segment, copies.unit);

@@ -13,16 +13,11 @@ namespace flash_csa::sm90 {
 
 constexpr int32_t kQueryBytes = kIndexDims;  // of a head, in each form
 
-// Dots of folded keys are integers, which the epilogue takes for subnormal floats: as quarters of
-// 2^-149. Their weights make up for most of it, the last factor of a score for the rest.
-constexpr int32_t kFoldedWeightExponent = 100;
-constexpr int32_t kFoldedScoreExponent = 149 - 2 - kFoldedWeightExponent;
-
 // [rows, heads] of 128 bytes each, 128-byte swizzle, K contiguous.
 struct QueryTile {
     uint8_t* codes;         // E4M3, exponents of a head's groups folded
     uint8_t* units;         // half units, exponents folded
-    uint8_t* minus;         // their negatives; null: not wanted
+    uint8_t* minus;         // their negatives, so that keys need no sign; null: not wanted
     float* weights;         // [rows, heads] times what codes leave of the scales, halved
     float* folded_weights;  // [rows, heads] times what units leave of them
     uint32_t* plain;        // [rows], 1 where all scales and weights are plain
@@ -40,21 +35,22 @@ struct QueryTile {
         put(codes, head, 2 * group, {w[0].even, w[1].even, w[2].even, w[3].even});
         put(codes, head, 2 * group + 1, {w[0].odd, w[1].odd, w[2].odd, w[3].odd});
     }
+    // A K step of units is one word of each group, so that a lane needs a single group of a key.
+    __device__ __forceinline__ static void put_units(uint8_t* tile, int32_t head, int group,
+                                                     int step, const IntegerWord& word) {
+        uint32_t* row = reinterpret_cast<uint32_t*>(tile + head * kQueryBytes) + group;
+        row[(2 * step ^ head % 8) * 4] = word.low;
+        row[((2 * step + 1) ^ head % 8) * 4] = word.high;
+    }
     __device__ __forceinline__ void put_units(int32_t head, int group, const uint32_t (&raw)[4],
-                                              uint32_t power) const {
-        const HalfUnits table(power);
-        IntegerWord plus[4], less[4];
+                                              uint32_t shift) const {
+        const HalfUnits table(shift);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const IntegerWord a = positive_units(raw[i], table), b = negative_units(raw[i], table);
-            plus[i] = {signed_units(a.low, b.low), signed_units(a.high, b.high)};
-            less[i] = {signed_units(b.low, a.low), signed_units(b.high, a.high)};
+            put_units(units, head, group, i, signed_units(a, b));
+            if (minus != nullptr) put_units(minus, head, group, i, signed_units(b, a));
         }
-        put(units, head, 2 * group, {plus[0].low, plus[1].low, plus[2].low, plus[3].low});
-        put(units, head, 2 * group + 1, {plus[0].high, plus[1].high, plus[2].high, plus[3].high});
-        if (minus == nullptr) return;
-        put(minus, head, 2 * group, {less[0].low, less[1].low, less[2].low, less[3].low});
-        put(minus, head, 2 * group + 1, {less[0].high, less[1].high, less[2].high, less[3].high});
     }
 };
 
@@ -81,7 +77,7 @@ __device__ void load_queries(const IndexScoresParams& p, const Segment& segment,
         const int32_t spread = range.high - range.low;
         tile.put_codes(head, group, raw, head_fold(scales, range, group));
         tile.put_units(head, group, raw,
-                       1u << min(scale_byte(scales, group) - range.low, kMaxIntegerFold));
+                       min(scale_byte(scales, group) - range.low, kMaxIntegerFold));
         if (group != 0) continue;
         // Halved: the epilogue adds a dot and its magnitude instead of taking a maximum.
         tile.weights[head] = mul_rn(weight, mul_rn(0.5f, power_of_two(range.high)));

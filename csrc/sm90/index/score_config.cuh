@@ -7,31 +7,38 @@
 namespace flash_csa::sm90 {
 
 constexpr int kSmemOptIn = 227 * 1024;
-constexpr int kConsumerRegisters = 144, kFeederRegisters = 80;  // 128 at the launch
 static_assert(kPlanners == 32 * kFeeders);
 constexpr int kGroupThreads = 128;
 constexpr int kTileKeys = 64;  // M of an MMA
-constexpr int kUnitTiles = kUnitKeys / kTileKeys;
+constexpr int kPassTiles = 2;  // whose codes are in registers at a time
+constexpr int kPasses = kUnitKeys / (kPassTiles * kTileKeys);
+constexpr int kWarpKeys = kUnitKeys / 4;
+constexpr int kPassKeys = kWarpKeys / kPasses;  // of a warp
+static_assert(kPassKeys == 32);
 
 // What the host decides about a launch.
 struct ScorePlan {
     int32_t max_rows;      // of a group
     int32_t padded_heads;  // a multiple of kHeads
     int32_t num_stages;
-    bool minus;  // queries twice, so that keys need no sign: for few rows
 };
 
-template <int kHeads_, int kGroups_, class Sink_>
+// kOne: groups of one row with no more heads than an MMA takes.
+template <int kHeads_, bool kOne_, class Sink_>
 struct ScoreConfig {
     using Sink = Sink_;
-    static constexpr int kHeads = kHeads_;    // N of an MMA
-    static constexpr int kGroups = kGroups_;  // of consumer warps
+    static constexpr bool kOne = kOne_;
+    static constexpr int kHeads = kHeads_;  // N of an MMA
+    static constexpr int kGroupHeads = kOne && kHeads > 16 ? 16 : kHeads;  // with groups apart
+    static constexpr int kGroups = kOne ? 4 : 3;  // of consumer warps
+    static constexpr int kConsumerRegisters = kOne ? 104 : 144;  // 96 or 128 at the launch
+    static constexpr int kFeederRegisters = kOne ? 64 : 80;
     static constexpr int kConsumers = kGroups * kGroupThreads;
     static constexpr int kThreads = kConsumers + kPlanners;
-    static constexpr int kSums = kHeads / 2;  // accumulators of a thread, scale group and tile
+    static constexpr int kSums = kHeads / 2, kGroupSums = kGroupHeads / 2;  // of a thread and tile
 };
 
-constexpr int32_t kMaxStages = 16;  // 139 KB of keys on their way
+constexpr int32_t kMaxStages = 12;
 constexpr int32_t kMaxGroupRows = 128;
 constexpr int32_t kQueryTile = 112 << 10;  // bytes of query codes: the ring keeps 8 stages
 
@@ -60,12 +67,12 @@ struct ScoreShared {
     __host__ __device__ ScoreShared(uint8_t* base, const ScorePlan& plan) {
         const int32_t heads = plan.max_rows * plan.padded_heads;
         const int32_t tile = heads * kQueryBytes;
-        const int32_t weights_at = kFixedBytes + (plan.minus ? 3 : 2) * tile;
+        const int32_t weights_at = kFixedBytes + (Config::kOne ? 3 : 2) * tile;
         const int32_t stages_at = weights_at + 2 * heads * static_cast<int32_t>(sizeof(float));
         fixed = reinterpret_cast<Fixed*>(base);
         queries.codes = base + kFixedBytes;
         queries.units = queries.codes + tile;
-        queries.minus = plan.minus ? queries.units + tile : nullptr;
+        queries.minus = Config::kOne ? queries.units + tile : nullptr;
         queries.weights = reinterpret_cast<float*>(base + weights_at);
         queries.folded_weights = queries.weights + heads;
         queries.plain = fixed->plain;

@@ -7,6 +7,8 @@
 //   score = ((p0 + p1) + (p2 + p3)) * 2^e
 #pragma once
 
+#include <type_traits>
+
 #include "sm90/index/unit_keys.cuh"
 
 namespace flash_csa::sm90 {
@@ -23,29 +25,56 @@ struct IntegerMma<32> : cute::SM90::GMMA::MMA_64x32x32_S32S8S8_RS_TN {};
 // The codes of a tile as integers, exponents folded. Without signs: positive and negative values
 // apart, the latter to be multiplied by negated queries; the tensor cores have time for both, and
 // the conversion saves two instructions of nine.
-template <bool kSigned>
-struct FoldedFragment {
-    uint32_t plus[kIndexGroups][4];
-    uint32_t minus[kSigned ? 1 : kIndexGroups][4];
-};
+constexpr int kFoldedSteps = kIndexDims / 32;  // of K
 
 template <bool kSigned>
-__device__ __forceinline__ void load_folded(const UnitKeys& keys, int32_t tile,
-                                            FoldedFragment<kSigned>* out) {
-    const uint32_t powers[2] = {keys.factors[4 * tile].w, keys.factors[4 * tile + 2].w};
-    for_each_word(*keys.stage, tile, [&](uint32_t codes, int g, int half) {
-        const HalfUnits table(powers[half] >> (8 * g) & 0xffu);
-        const IntegerWord plus = positive_units(codes, table), less = negative_units(codes, table);
-        if constexpr (kSigned) {
-            out->plus[g][half] = signed_units(plus.low, less.low);
-            out->plus[g][2 + half] = signed_units(plus.high, less.high);
-        } else {
-            out->plus[g][half] = plus.low;
-            out->plus[g][2 + half] = plus.high;
-            out->minus[g][half] = less.low;
-            out->minus[g][2 + half] = less.high;
+struct FoldedFragment {
+    uint32_t plus[kFoldedSteps][4];
+    uint32_t minus[kSigned ? 1 : kFoldedSteps][4];
+};
+
+// Where a lane reads folded keys: the 16 bytes of one group of each key, so that one table serves
+// four words. A K step is one word of every group, on both sides (QueryTile::put_units).
+struct FoldedKeys {
+    const uint4* codes;
+    const uint8_t* shifts;
+
+    __device__ __forceinline__ FoldedKeys(const KeyStage& stage, int32_t first) {
+        const int32_t at = first * kIndexGroups + static_cast<int32_t>(threadIdx.x % 32);
+        codes = reinterpret_cast<const uint4*>(stage.codes) + at;
+        shifts = reinterpret_cast<const uint8_t*>(stage.shifts) + at;
+    }
+    __device__ __forceinline__ FoldedKeys& operator+=(int32_t keys) {
+        codes += keys * kIndexGroups;
+        shifts += keys * kIndexGroups;
+        return *this;
+    }
+};
+
+// 16 keys of a warp.
+template <bool kSigned>
+__device__ __forceinline__ void load_folded(const FoldedKeys& keys, FoldedFragment<kSigned>* out) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint4 raw = keys.codes[32 * half];
+        const HalfUnits table(keys.shifts[32 * half]);
+        const uint32_t words[kFoldedSteps] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int step = 0; step < kFoldedSteps; ++step) {
+            const IntegerWord plus = positive_units(words[step], table);
+            const IntegerWord less = negative_units(words[step], table);
+            if constexpr (kSigned) {
+                const IntegerWord both = signed_units(plus, less);
+                out->plus[step][half] = both.low;
+                out->plus[step][2 + half] = both.high;
+            } else {
+                out->plus[step][half] = plus.low;
+                out->plus[step][2 + half] = plus.high;
+                out->minus[step][half] = less.low;
+                out->minus[step][2 + half] = less.high;
+            }
         }
-    });
+    }
 }
 
 // Starts the dots of a tile with kHeads queries.
@@ -58,18 +87,19 @@ __device__ __forceinline__ void start_folded(const FoldedFragment<kSigned>& keys
     for (int i = 0; i < Config::kSums; ++i) cute::warpgroup_fence_operand(sums[i]);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int g = 0; g < kIndexGroups; ++g) {
-        const uint32_t at = g * kIndexGroupDims >> 4;
-        mma_step<Step>(keys.plus[g], whole_descriptor(units + at), sums, g > 0, kAll);
+    for (int step = 0; step < kFoldedSteps; ++step) {
+        const uint32_t at = 32 * step >> 4;
+        mma_step<Step>(keys.plus[step], whole_descriptor(units + at), sums, step > 0, kAll);
         if constexpr (!kSigned) {
-            mma_step<Step>(keys.minus[g], whole_descriptor(minus + at), sums, true, kAll);
+            mma_step<Step>(keys.minus[step], whole_descriptor(minus + at), sums, true, kAll);
         }
     }
     cute::warpgroup_commit_batch();
 }
 
 // A dot that is not negative is a subnormal float of as many 2^-149, which a fused multiply-add
-// takes like any other: no conversion.
+// takes like any other: no conversion. A negative one is a NaN, which saturation makes 0: a ReLU on
+// the fast pipe, where a maximum is not.
 template <class Config>
 __device__ __forceinline__ void add_folded_heads(const uint32_t (&sums)[Config::kSums],
                                                  const float2* weights, float (&partials)[2]) {
@@ -80,8 +110,8 @@ __device__ __forceinline__ void add_folded_heads(const uint32_t (&sums)[Config::
             const float weight = c == 0 ? weights[i].x : weights[i].y;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int32_t dot = static_cast<int32_t>(sums[4 * i + 2 * half + c]);
-                partials[half] = fma_rn(weight, __int_as_float(max(dot, 0)), partials[half]);
+                const float dot = __saturatef(__uint_as_float(sums[4 * i + 2 * half + c]));
+                partials[half] = fma_rn(weight, dot, partials[half]);
             }
         }
     }
@@ -97,44 +127,102 @@ __device__ __forceinline__ void finish_folded(uint32_t (&sums)[Config::kSums],
     add_folded_heads<Config>(sums, weights, partials);
 }
 
-// The same as score_groups where the exponents of all groups are folded into the integers of
-// queries and keys: one accumulator.
-template <class Config, bool kSigned>
+template <class Config>
+__device__ __forceinline__ void load_weights(const ScoreShared<Config>& shared, int32_t head,
+                                             float2 (&weights)[Config::kHeads / 8]) {
+    const float2* source = reinterpret_cast<const float2*>(shared.queries.folded_weights + head) +
+                           threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < Config::kHeads / 8; ++i) weights[i] = source[4 * i];
+}
+
+// One block of heads of one row against a unit. The loop is not unrolled: descriptors then stay in
+// uniform registers.
+template <class Config>
+__device__ __forceinline__ void score_folded_one(const Segment& segment,
+                                                 const ScoreShared<Config>& shared,
+                                                 const KeyStage& stage, int32_t unit,
+                                                 typename Config::Sink& sink) {
+    const uint32_t units = query_descriptor(shared.queries.units);
+    const uint32_t minus = query_descriptor(shared.queries.minus);
+    float2 weights[Config::kHeads / 8];
+    load_weights(shared, 0, weights);
+    const PassKeys keys(&stage, unit, 0);
+    FoldedKeys source(stage, keys.first);
+    const float* rest = stage.rest + keys.own;
+    int32_t column = keys.column;
+    float partials[kPassTiles][2];
+#pragma unroll 1
+    for (int tile = 0; tile < kPasses * kPassTiles; ++tile) {
+        FoldedFragment<false> fragment;
+        uint32_t sums[Config::kSums] = {};
+        load_folded(source, &fragment);
+        start_folded<Config, false>(fragment, units, minus, sums);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            partials[0][half] = partials[1][half];
+            partials[1][half] = 0.0f;
+        }
+        source += kTileKeys / 4;
+        finish_folded<Config, 0>(sums, weights, partials[1]);
+        if (tile % kPassTiles == 0) continue;
+        const float score = canonical_nan(mul_rn(reduce_quad(partials), *rest));
+        sink.put(segment.first_row, column, score, column < segment.count);
+        rest += kPassKeys;
+        column += kPassKeys;
+    }
+}
+
+// Any number of rows. Where there are two more blocks of heads, the dots of a tile with the second
+// run while those of the other tile with the first are added up.
+template <class Config>
 __device__ __forceinline__ void score_folded(const Segment& segment, const ScorePlan& plan,
                                              const ScoreShared<Config>& shared,
-                                             const UnitKeys& keys, typename Config::Sink& sink) {
-    static_assert(kUnitTiles == 2);
+                                             const PassKeys& keys, typename Config::Sink& sink) {
+    static_assert(kPassTiles == 2);
+    constexpr int kHeads = Config::kHeads;
     const uint32_t units = query_descriptor(shared.queries.units);
-    const uint32_t minus = kSigned ? 0 : query_descriptor(shared.queries.minus);
-    const float2* all_weights =
-        reinterpret_cast<const float2*>(shared.queries.folded_weights) + threadIdx.x % 4;
-    FoldedFragment<kSigned> fragments[kUnitTiles];
-#pragma unroll
-    for (int tile = 0; tile < kUnitTiles; ++tile) load_folded(keys, tile, &fragments[tile]);
-    const float exponent =
-        keys.present ? power_of_two(scale_range(keys.scales[keys.own]).low + kFoldedScoreExponent)
-                     : bits_float(kNanBits);
-    const int32_t heads = segment.rows * plan.padded_heads;
+    const float rest = keys.stage->rest[keys.own];
+    FoldedFragment<true> fragments[kPassTiles];
+    uint32_t sums[kPassTiles][Config::kSums] = {};
+    float partials[kPassTiles][2] = {};
     int32_t row = 0, row_end = plan.padded_heads;
-    float partials[kUnitTiles][2] = {};
-    for (int32_t head = 0; head < heads; head += Config::kHeads) {
-        const uint32_t at = head * (kQueryBytes >> 4);
-        uint32_t sums[kUnitTiles][Config::kSums];
-#pragma unroll
-        for (int tile = 0; tile < kUnitTiles; ++tile) {
-            start_folded<Config, kSigned>(fragments[tile], units + at, minus + at, sums[tile]);
-        }
-        float2 weights[Config::kHeads / 8];
-#pragma unroll
-        for (int i = 0; i < Config::kHeads / 8; ++i) weights[i] = all_weights[head / 2 + 4 * i];
+    const auto start = [&](int tile, int32_t head) {
+        start_folded<Config, true>(fragments[tile], units + head * (kQueryBytes >> 4), 0,
+                                   sums[tile]);
+    };
+    // Adds a block; more: the next one starts meanwhile.
+    const auto finish = [&](int32_t head, auto more) {
+        constexpr bool kMore = decltype(more)::value;
+        float2 weights[kHeads / 8];
+        load_weights(shared, head, weights);
         finish_folded<Config, 1>(sums[0], weights, partials[0]);
-        finish_folded<Config, 0>(sums[1], weights, partials[1]);
-        if (head + Config::kHeads != row_end) continue;
-        put_score<Config>(shared, segment, row, keys.column,
-                          mul_rn(reduce_quad(partials), exponent), sink);
+        if constexpr (kMore) start(0, head + kHeads);
+        finish_folded<Config, kMore>(sums[1], weights, partials[1]);
+        if constexpr (kMore) start(1, head + kHeads);
+        if (head + kHeads != row_end) return;
+        put_score<Config>(shared, segment, row, keys.column, mul_rn(reduce_quad(partials), rest),
+                          sink);
         partials[0][0] = partials[0][1] = partials[1][0] = partials[1][1] = 0.0f;
         ++row;
         row_end += plan.padded_heads;
+    };
+#pragma unroll
+    for (int tile = 0; tile < kPassTiles; ++tile) {
+        load_folded(FoldedKeys(*keys.stage, keys.first + 16 * tile), &fragments[tile]);
+    }
+    const int32_t heads = segment.rows * plan.padded_heads;
+    int32_t head = 0;
+    for (; head + kHeads < heads; head += 2 * kHeads) {
+        start(0, head);
+        start(1, head);
+        finish(head, std::true_type{});
+        finish(head + kHeads, std::false_type{});
+    }
+    if (head < heads) {
+        start(0, head);
+        start(1, head);
+        finish(head, std::false_type{});
     }
 }
 

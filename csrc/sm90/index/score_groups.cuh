@@ -31,40 +31,40 @@ struct KeyFragment {
 // Starts the dots of a tile with kHeads queries, one accumulator a scale group.
 template <class Config>
 __device__ __forceinline__ void start_dots(const KeyFragment& keys, uint32_t queries,
-                                           float (*sums)[Config::kSums]) {
+                                           float (*sums)[Config::kGroupSums]) {
 #pragma unroll
     for (int g = 0; g < kIndexGroups; ++g) {
 #pragma unroll
-        for (int i = 0; i < Config::kSums; ++i) cute::warpgroup_fence_operand(sums[g][i]);
+        for (int i = 0; i < Config::kGroupSums; ++i) cute::warpgroup_fence_operand(sums[g][i]);
     }
     cute::warpgroup_arrive();
 #pragma unroll
     for (int g = 0; g < kIndexGroups; ++g) {
-        mma_step<FloatMma<Config::kHeads>>(
+        mma_step<FloatMma<Config::kGroupHeads>>(
             keys.a[g], whole_descriptor(queries + (g * kIndexGroupDims >> 4)), sums[g], false,
-            std::make_index_sequence<Config::kSums>{});
+            std::make_index_sequence<Config::kGroupSums>{});
     }
     cute::warpgroup_commit_batch();
 }
 
 template <class Config>
-__device__ __forceinline__ void finish_dots(float (*sums)[Config::kSums]) {
+__device__ __forceinline__ void finish_dots(float (*sums)[Config::kGroupSums]) {
     cute::warpgroup_wait<0>();
 #pragma unroll
     for (int g = 0; g < kIndexGroups; ++g) {
 #pragma unroll
-        for (int i = 0; i < Config::kSums; ++i) cute::warpgroup_fence_operand(sums[g][i]);
+        for (int i = 0; i < Config::kGroupSums; ++i) cute::warpgroup_fence_operand(sums[g][i]);
     }
 }
 
 // Adds kHeads heads to the partial sums of a thread's two keys. The MMA leaves head 8 i + 2 t + c
 // of key `half` in element 4 i + 2 half + c; weights[i] are those of its heads c = 0, 1.
 template <class Config>
-__device__ __forceinline__ void add_plain_heads(const float (*sums)[Config::kSums],
-                                                const float2* weights, const float4 (&factors)[2],
+__device__ __forceinline__ void add_plain_heads(const float (*sums)[Config::kGroupSums],
+                                                const float2* weights, const float3 (&factors)[2],
                                                 float (&partials)[2]) {
 #pragma unroll
-    for (int i = 0; i < Config::kHeads / 8; ++i) {
+    for (int i = 0; i < Config::kGroupHeads / 8; ++i) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             const float weight = c == 0 ? weights[i].x : weights[i].y;
@@ -83,16 +83,16 @@ __device__ __forceinline__ void add_plain_heads(const float (*sums)[Config::kSum
 // The same as core/scoring.h writes it, from the raw scales and weights. `first` is the first head.
 template <class Config>
 __device__ __forceinline__ void add_heads(const IndexScoresParams& p, int64_t row, int32_t first,
-                                          const float (*accumulators)[Config::kSums],
+                                          const float (*accumulators)[Config::kGroupSums],
                                           const uint32_t (&key_scales)[2], float (&partials)[2]) {
-    float sums[kIndexGroups][Config::kSums];  // indexed at run time: a copy, in local memory
+    float sums[kIndexGroups][Config::kGroupSums];  // indexed at run time: a copy, in local memory
 #pragma unroll
     for (int g = 0; g < kIndexGroups; ++g) {
 #pragma unroll
-        for (int i = 0; i < Config::kSums; ++i) sums[g][i] = accumulators[g][i];
+        for (int i = 0; i < Config::kGroupSums; ++i) sums[g][i] = accumulators[g][i];
     }
 #pragma unroll 1
-    for (int i = 0; i < Config::kHeads / 4; ++i) {
+    for (int i = 0; i < Config::kGroupHeads / 4; ++i) {
         const int32_t head = first + 8 * (i / 2) + threadIdx.x % 4 * 2 + i % 2;
         if (head >= p.query.heads) break;
         const uint32_t scales = static_cast<uint32_t>(p.query.scales_ue8m0.row(row)[head]);
@@ -114,65 +114,80 @@ __device__ __forceinline__ void add_heads(const IndexScoresParams& p, int64_t ro
     }
 }
 
-// Powers of two of groups 1, 2, 3 of a key, relative to that of group 0.
-__device__ __forceinline__ float4 relative_factors(const UnitKeys& keys, int32_t at) {
-    return reinterpret_cast<const float4*>(keys.factors)[at];
+// Powers of two of groups 1, 2, 3 of a plain key, relative to that of group 0.
+__device__ __forceinline__ float3 relative_factors(uint32_t scales) {
+    const uint32_t relative = scales + (kUnitScales - (scales & 0xffu) * 0x01010101u);
+    return {__uint_as_float(relative << 15 & kInfBits), __uint_as_float(relative << 7 & kInfBits),
+            __uint_as_float(relative >> 1 & kInfBits)};
 }
 
 // Partial sums of one row, heads [first, first + kHeads). kPlain: scales of keys and row are.
 template <class Config, bool kPlain>
-__device__ __forceinline__ void add_block(const IndexScoresParams& p, const UnitKeys& keys,
-                                          const KeyFragment (&fragments)[kUnitTiles],
+__device__ __forceinline__ void add_block(const IndexScoresParams& p, const PassKeys& keys,
+                                          const KeyFragment (&fragments)[kPassTiles],
                                           const QueryTile& queries, int32_t head, int64_t row,
-                                          int32_t first, float (&partials)[kUnitTiles][2]) {
+                                          int32_t first, float (&partials)[kPassTiles][2]) {
     const uint32_t codes = query_descriptor(queries.codes) + head * (kQueryBytes >> 4);
-    float2 weights[Config::kHeads / 8];
+    float2 weights[Config::kGroupHeads / 8];
     if constexpr (kPlain) {
         const float2* source =
             reinterpret_cast<const float2*>(queries.weights + head) + threadIdx.x % 4;
 #pragma unroll
-        for (int i = 0; i < Config::kHeads / 8; ++i) weights[i] = source[4 * i];
+        for (int i = 0; i < Config::kGroupHeads / 8; ++i) weights[i] = source[4 * i];
     }
 #pragma unroll
-    for (int tile = 0; tile < kUnitTiles; ++tile) {
-        float sums[kIndexGroups][Config::kSums];
+    for (int tile = 0; tile < kPassTiles; ++tile) {
+        float sums[kIndexGroups][Config::kGroupSums];
+        start_dots<Config>(fragments[tile], codes, sums);
+        const uint32_t scales[2] = {keys.stage->scales[keys.at(tile, 0)],
+                                    keys.stage->scales[keys.at(tile, 1)]};
         if constexpr (kPlain) {
-            start_dots<Config>(fragments[tile], codes, sums);
-            const float4 factors[2] = {relative_factors(keys, 4 * tile),
-                                       relative_factors(keys, 4 * tile + 2)};
+            const float3 factors[2] = {relative_factors(scales[0]), relative_factors(scales[1])};
             finish_dots<Config>(sums);
             add_plain_heads<Config>(sums, weights, factors, partials[tile]);
         } else {
-            const uint32_t scales[2] = {keys.scales[4 * tile], keys.scales[4 * tile + 2]};
-            start_dots<Config>(fragments[tile], codes, sums);
             finish_dots<Config>(sums);
             add_heads<Config>(p, row, first, sums, scales, partials[tile]);
         }
     }
 }
 
-// All rows of the segment against one unit, one accumulator a scale group.
+// Word lane % 4 of every group of a row of A is one of the four that ldmatrix gives. The rows lie
+// 64 bytes apart, so that four of them meet in each bank.
+__device__ __forceinline__ void load_fragment(const PassKeys& keys, int32_t tile,
+                                              KeyFragment* out) {
+    const int32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int32_t key = keys.first + 16 * tile + 8 * half + lane % 8;
+        uint32_t words[kIndexGroups];
+        load_matrices(keys.stage->codes + key * kKeyBytes + lane / 8 * (kKeyBytes / 4), words);
+#pragma unroll
+        for (int g = 0; g < kIndexGroups; ++g) {
+            const PlacedWord placed = place_codes(words[g]);
+            out->a[g][half] = placed.even;
+            out->a[g][2 + half] = placed.odd;
+        }
+    }
+}
+
+// All rows of the segment against the keys of a pass, one accumulator a scale group.
 template <class Config>
 __device__ __forceinline__ void score_groups(const IndexScoresParams& p, const Segment& segment,
                                              const ScorePlan& plan,
-                                             const ScoreShared<Config>& shared, UnitKeys& keys,
-                                             typename Config::Sink& sink) {
-    KeyFragment fragments[kUnitTiles];
+                                             const ScoreShared<Config>& shared,
+                                             const PassKeys& keys, typename Config::Sink& sink) {
+    KeyFragment fragments[kPassTiles];
 #pragma unroll
-    for (int tile = 0; tile < kUnitTiles; ++tile) {
-        for_each_word(*keys.stage, tile, [&](uint32_t codes, int g, int half) {
-            const PlacedWord placed = place_codes(codes);
-            fragments[tile].a[g][half] = placed.even;
-            fragments[tile].a[g][2 + half] = placed.odd;
-        });
-    }
+    for (int tile = 0; tile < kPassTiles; ++tile) load_fragment(keys, tile, &fragments[tile]);
     const uint32_t plain_keys = keys.stage->plain;
+    const bool present = keys.stage->present >> keys.own / 8 & 1;
     const float exponent =
-        keys.present ? power_of_two(keys.scales[keys.own] & 0xffu) : bits_float(kNanBits);
+        present ? power_of_two(keys.stage->scales[keys.own] & 0xffu) : bits_float(kNanBits);
     for (int32_t row = 0; row < segment.rows; ++row) {
         const bool plain = plain_keys & shared.queries.plain[row];
-        float partials[kUnitTiles][2] = {};
-        for (int32_t first = 0; first < plan.padded_heads; first += Config::kHeads) {
+        float partials[kPassTiles][2] = {};
+        for (int32_t first = 0; first < plan.padded_heads; first += Config::kGroupHeads) {
             const int32_t head = row * plan.padded_heads + first;
             const int64_t global_row = int64_t{segment.first_row} + row;
             if (plain) {
@@ -184,7 +199,7 @@ __device__ __forceinline__ void score_groups(const IndexScoresParams& p, const S
             }
         }
         float score = reduce_quad(partials);
-        if (plain || !keys.present) score = mul_rn(score, exponent);
+        if (plain || !present) score = mul_rn(score, exponent);
         put_score<Config>(shared, segment, row, keys.column, score, sink);
     }
 }

@@ -8,9 +8,6 @@
 
 namespace flash_csa::sm90 {
 
-constexpr int kConsumerGroups = 3;  // 448 threads of up to 144 registers
-constexpr int32_t kMinusRows = 2;   // of a group, up to which keys are converted without signs
-
 // FP4 keys and queries of all entries; page sizes that are powers of two, so that a page holds
 // whole pieces of a run.
 inline bool takes_tiles(const IndexScoresParams& p) {
@@ -25,16 +22,13 @@ inline ScorePlan plan_scores(const IndexScoresParams& p, int32_t heads_of_mma) {
     const int32_t fit = kQueryTile / (2 * plan.padded_heads * kQueryBytes);
     plan.max_rows = std::max(1, std::min({p.batch.max_rows, fit, p.batch.rows, kMaxGroupRows}));
     plan.num_stages = kMaxStages;
-    plan.minus = plan.max_rows <= kMinusRows;
     return plan;
 }
 
-template <int kHeads, class Sink>
-cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::Params& sink,
-                               cudaStream_t stream) {
-    using Config = ScoreConfig<kHeads, kConsumerGroups, Sink>;
-    ScorePlan plan = plan_scores(p, kHeads);
-    while (ScoreShared<Config>(nullptr, plan).bytes > kSmemOptIn) plan.num_stages -= kFeeders;
+template <class Config>
+cudaError_t launch_score_tiles(const IndexScoresParams& p, ScorePlan plan,
+                               const typename Config::Sink::Params& sink, cudaStream_t stream) {
+    while (ScoreShared<Config>(nullptr, plan).bytes > kSmemOptIn) --plan.num_stages;
     int device = 0, sms = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) {
@@ -43,6 +37,16 @@ cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::
     if (error != cudaSuccess) return error;
     return launch_after(score_kernel<Config>, dim3(sms), Config::kThreads,
                         ScoreShared<Config>(nullptr, plan).bytes, stream, p, plan, sink);
+}
+
+template <int kHeads, class Sink>
+cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::Params& sink,
+                               cudaStream_t stream) {
+    const ScorePlan plan = plan_scores(p, kHeads);
+    if (plan.max_rows == 1 && plan.padded_heads == kHeads) {
+        return launch_score_tiles<ScoreConfig<kHeads, true, Sink>>(p, plan, sink, stream);
+    }
+    return launch_score_tiles<ScoreConfig<kHeads, false, Sink>>(p, plan, sink, stream);
 }
 
 // Scores of every visible entry, handed to a sink (score_tile.cuh). takes_tiles(p) holds.

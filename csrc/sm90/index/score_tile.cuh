@@ -2,8 +2,8 @@
 // a group, final FP32 scores handed to a sink.
 //
 // Warps: groups of four take units in turn; four feeders behind them bring the keys (key_ring.cuh).
-// A unit's 128 keys are the M rows of two MMA tiles, their codes in registers; queries, in blocks
-// of kHeads, are N. score_folded.cuh takes the units whose scales allow it, score_groups.cuh the
+// Keys are the M rows of MMA tiles, 128 of a unit at a time, their codes in registers; queries, in
+// blocks of kHeads, are N. score_folded.cuh takes the units whose scales allow it, score_groups.cuh the
 // others: the bits are those of core/scoring.h either way.
 //
 // A sink is an object of each consumer thread:
@@ -18,9 +18,8 @@
 //   };
 //
 // A barrier of the consumers separates begin, the scores and end. put is called by whole warps: a
-// warp hands over one score a lane, of four blocks of eight columns that start at multiples of
-// eight: bits 2, 3 of the lane say which block, bits 1, 0, 4 (most significant first) the column in
-// it. Scores are canonical (core/numerics.h); that of an entry on no page is NaN.
+// warp hands over one score a lane, of 32 neighbouring columns that start at a multiple of 32: bits
+// 0, 1 of the lane say which block of eight, bits 2 .. 4 the column in it. Scores are canonical (core/numerics.h); that of an entry on no page is NaN.
 // Columns with visible == false have undefined scores. Each visible column of each row of the
 // segment is handed over once, in any order.
 #pragma once
@@ -40,27 +39,27 @@ __device__ __forceinline__ void score_unit(const IndexScoresParams& p, const Seg
                                            const ScoreShared<Config>& shared,
                                            const RingPosition& at, typename Config::Sink& sink) {
     const KeyRing& ring = shared.ring;
-    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int32_t run = lane / 4 % 4, key = 8 * warp + lane / 16;
-    UnitKeys keys;
-    keys.stage = &ring.stages[at.stage];
-    keys.factors = &keys.stage->factors[run][key];
-    keys.scales = &keys.stage->scales[kRunKeys * run + key];
-    keys.own = lane % 4 * 2;  // reduce_quad leaves tile lane / 2, half lane % 2
-    keys.column = unit * kUnitKeys + kRunKeys * run + key + keys.own;
+    const KeyStage& stage = ring.stages[at.stage];
     ring.full[at.stage].wait(at.phase);
     ring.ready[at.stage].wait(at.phase);
-    const int32_t own_key = kRunKeys * run + key + keys.own;
-    keys.present = keys.stage->present >> own_key / 8 & 1;
-    if (keys.stage->folds == 0 || *shared.queries.folds == 0) {
-        score_groups<Config>(p, segment, plan, shared, keys, sink);
-    } else if (plan.minus) {
-        score_folded<Config, false>(segment, plan, shared, keys, sink);
+    const bool folds = stage.folds != 0 && *shared.queries.folds != 0;
+    if (!folds) {
+#pragma unroll 1
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const PassKeys keys(&stage, unit, pass);
+            score_groups<Config>(p, segment, plan, shared, keys, sink);
+        }
+    } else if constexpr (Config::kOne) {
+        score_folded_one<Config>(segment, shared, stage, unit, sink);
     } else {
-        score_folded<Config, true>(segment, plan, shared, keys, sink);
+#pragma unroll 1
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const PassKeys keys(&stage, unit, pass);
+            score_folded<Config>(segment, plan, shared, keys, sink);
+        }
     }
     __syncwarp();
-    ring.empty[at.stage].arrive();
+    if (threadIdx.x % 32 == 0) ring.empty[at.stage].arrive();
 }
 
 template <class Config>
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) {
         shared.fixed->list_full.init(kPlanners);
         shared.fixed->list_empty.init(Config::kThreads);
-        shared.ring.init(kGroupThreads);
+        shared.ring.init(kGroupThreads / 32);
     }
     allow_dependents();
     wait_for_previous();
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const RingPosition start = {plan.num_stages};
     WorkList& work = shared.fixed->work;
     if (warp < kFirstFeeder) {
-        cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+        cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
         UnitTurn turn(start, warp / 4, Config::kGroups);
         typename Config::Sink sink(sink_params, shared.fixed->sink);
         for (uint32_t phase = 0;; phase ^= 1) {
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             shared.fixed->list_empty.arrive();
         }
     } else {
-        cutlass::arch::warpgroup_reg_dealloc<kFeederRegisters>();
+        cutlass::arch::warpgroup_reg_dealloc<Config::kFeederRegisters>();
         UnitTurn copies(start, warp - kFirstFeeder, kFeeders), scales = copies;
         Planner planner(p, plan.max_rows, work, threadIdx.x - Config::kConsumers);
         for (uint32_t phase = 0;; phase ^= 1) {

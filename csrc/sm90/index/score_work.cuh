@@ -14,7 +14,7 @@
 
 namespace flash_csa::sm90 {
 
-constexpr int32_t kUnitKeys = 128;
+constexpr int32_t kUnitKeys = 256;
 
 // Named barriers, as cutlass counts those of users.
 constexpr uint32_t kConsumerBarrier = 0, kPlannerBarrier = 1;

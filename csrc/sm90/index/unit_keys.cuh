@@ -11,35 +11,28 @@
 
 namespace flash_csa::sm90 {
 
-// What a consumer has of a unit. Its lane's keys are [4 tile + 2 half] of the two pointers.
-struct UnitKeys {
+// Half a warp's keys of a unit: a pass of two MMA tiles. A warp has 64 neighbouring keys; accumulator
+// row lane / 4 + 8 half of its part of tile `tile` of a pass is key 32 pass + 16 tile + 8 half +
+// lane / 4 of them.
+struct PassKeys {
     const KeyStage* stage;
-    const uint4* factors;
-    const uint32_t* scales;
-    int32_t own;     // index of the key whose score this lane hands over
-    int32_t column;  // its column
-    bool present;    // it is on a page
-};
+    int32_t first;  // of the warp's keys of the pass, in the unit
+    // The key whose score this lane hands over, in the unit, and its column: reduce_quad leaves key
+    // 8 (lane % 4) + lane / 4 of the 32.
+    int32_t own, column;
 
-// Accumulator rows lane / 4 and lane / 4 + 8 of a warp are, in run lane / 4 % 4, the keys
-// 8 warp + 4 tile + 2 half + lane / 16.
-// f(codes, group, half) for the words of a tile that the lane holds as A: row lane / 4 + 8 half,
-// word lane % 4 of the group.
-template <class F>
-__device__ __forceinline__ void for_each_word(const KeyStage& stage, int32_t tile, const F& f) {
-    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int32_t row = lane % 8, group = lane / 8;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int32_t key = 8 * warp + 4 * tile + 2 * half + row / 4;
-        const uint8_t* source =
-            stage.codes + row % 4 * kRunBytes + key * kKeyBytes + group * (kKeyBytes / 4);
-        uint32_t words[kIndexGroups];
-        load_matrices(source, words);
-#pragma unroll
-        for (int g = 0; g < kIndexGroups; ++g) f(words[g], g, half);
+    __device__ __forceinline__ PassKeys(const KeyStage* unit_stage, int32_t unit, int32_t pass)
+        : stage(unit_stage) {
+        const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+        first = kWarpKeys * warp + kPassKeys * pass;
+        own = first + lane % 4 * 8 + lane / 4;
+        column = unit * kUnitKeys + own;
     }
-}
+    // Index of the key of accumulator row lane / 4 + 8 half.
+    __device__ __forceinline__ int32_t at(int32_t tile, int32_t half) const {
+        return first + 16 * tile + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
+    }
+};
 
 template <class Mma, class Sum, size_t... I>
 __device__ __forceinline__ void mma_step(const uint32_t (&a)[4], uint64_t b, Sum* sums,
@@ -66,7 +59,7 @@ __device__ __forceinline__ uint64_t whole_descriptor(uint32_t lower) {
 }
 
 // Four keys of a quad, each a partial sum per lane, to one score a lane: lane t gets key t.
-__device__ __forceinline__ float reduce_quad(const float (&partials)[kUnitTiles][2]) {
+__device__ __forceinline__ float reduce_quad(const float (&partials)[kPassTiles][2]) {
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
     float pairs[2];
 #pragma unroll
