@@ -42,16 +42,16 @@ static_assert(kUnitKeys / 8 == 32);  // bits of `present`
 struct KeyRing {
     KeyStage* stages;  // [num_stages]
     Barrier* full;     // one arrival
-    Barrier* ready;    // one arrival, of the feeder
-    Barrier* empty;    // an arrival of each warp of the group that took the unit
+    Barrier* ready;    // an arrival of each lane of the feeder
+    Barrier* empty;    // an arrival of each thread of the groups that took the unit
     int32_t num_stages;
 
     // One thread; a barrier of the block follows.
-    __device__ void init(int32_t consumer_warps) const {
+    __device__ void init(int32_t consumers) const {
         for (int32_t i = 0; i < num_stages; ++i) {
             full[i].init(1);
-            ready[i].init(1);
-            empty[i].init(consumer_warps);
+            ready[i].init(32);
+            empty[i].init(consumers);
         }
         cutlass::arch::fence_barrier_init();
     }
@@ -96,7 +96,7 @@ class Copier {
                                          const RingPosition& at) const {
         const ConstPages& index = p_.index;
         const bool copies = page >= 0 && page < index.num_pages;
-        const int32_t codes = index.page_size * kKeyBytes, scales = index.page_size * kScaleBytes;
+        const int32_t piece = index.page_size * (kKeyBytes + kScaleBytes);
         const uint32_t pages = __popc(__ballot_sync(~0u, copies));
         const uint32_t present = __reduce_or_sync(~0u, copies ? eighths_ : 0);
         KeyStage& stage = ring.stages[at.stage];
@@ -104,19 +104,37 @@ class Copier {
         ring.empty[at.stage].wait(at.phase ^ 1);
         if (threadIdx.x % 32 == 0) {
             stage.present = present;
-            full.arrive_and_expect_tx(pages * (codes + scales));
+            full.arrive_and_expect_tx(pages * piece);
         }
         __syncwarp();
-        if (copies) {
-            const uint8_t* source = index.data + page * index.page_stride;
-            uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
-            using Copy = cute::SM90_BULK_COPY_G2S;
-            Copy::copy(source, barrier, stage.codes + key_ * kKeyBytes, codes);
-            Copy::copy(source + codes, barrier, stage.scales + key_, scales);
+        if (index.page_size >= kUnitKeys / kFewPieces) {
+            // One lane starts all copies: several lanes would take turns, 70 cycles each.
+            const bool elected = cute::elect_one_sync();
+#pragma unroll
+            for (int i = 0; i < kFewPieces; ++i) {
+                const int32_t other = __shfl_sync(~0u, copies ? page : -1, i);
+                if (elected && other >= 0) copy_piece(other, i * index.page_size, stage, full);
+            }
+        } else if (copies) {
+            copy_piece(page, key_, stage, full);
         }
     }
 
   private:
+    static constexpr int kFewPieces = 4;
+
+    // From a page to the keys of the unit from `key` on.
+    __device__ __forceinline__ void copy_piece(int32_t page, int32_t key, KeyStage& stage,
+                                               Barrier& full) const {
+        const int32_t codes = p_.index.page_size * kKeyBytes;
+        const uint8_t* source = p_.index.data + page * p_.index.page_stride;
+        uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
+        using Copy = cute::SM90_BULK_COPY_G2S;
+        Copy::copy(source, barrier, stage.codes + key * kKeyBytes, codes);
+        Copy::copy(source + codes, barrier, stage.scales + key,
+                   p_.index.page_size * kScaleBytes);
+    }
+
     const IndexScoresParams& p_;
     int32_t key_;  // first of the piece, in the unit; lanes without a piece lie behind it
     int32_t page_shift_;
@@ -163,14 +181,15 @@ __device__ __forceinline__ void prepare_scales(const Segment& segment, int32_t u
         stage.folds = folds;
     }
     __syncwarp();
-    if (lane == 0) ring.ready[at.stage].arrive();
+    ring.ready[at.stage].arrive();
 }
 
 // ---- Feeder
 
 constexpr int kFeeders = 4;  // warps
 
-// One warp: all its units of a list. Copies run ahead, by no more than the feeder's share of the
+// One warp: all its units of a list. The ring holds as many of each feeder, so that one waits for
+// stages in the order in which it filled them. Copies run ahead, by no more than the feeder's share of the
 // ring: before a copy waits for a stage, the scales of the unit in it must be ready.
 __device__ __forceinline__ void feed_keys(const IndexScoresParams& p, const WorkList& list,
                                           const KeyRing& ring, UnitTurn& copy_turn,

@@ -8,13 +8,12 @@ namespace flash_csa::sm90 {
 
 constexpr int kSmemOptIn = 227 * 1024;
 static_assert(kPlanners == 32 * kFeeders);
+constexpr int kConsumerRegisters = 144, kFeederRegisters = 80;  // 128 at the launch
 constexpr int kGroupThreads = 128;
 constexpr int kTileKeys = 64;  // M of an MMA
-constexpr int kPassTiles = 2;  // whose codes are in registers at a time
-constexpr int kPasses = kUnitKeys / (kPassTiles * kTileKeys);
-constexpr int kWarpKeys = kUnitKeys / 4;
-constexpr int kPassKeys = kWarpKeys / kPasses;  // of a warp
-static_assert(kPassKeys == 32);
+constexpr int kPassTiles = 2;  // that a group takes in its turn: the end waits for a whole pass
+constexpr int kPassKeys = kPassTiles * kTileKeys;
+constexpr int kPasses = kUnitKeys / kPassKeys;
 
 // What the host decides about a launch.
 struct ScorePlan {
@@ -28,13 +27,13 @@ template <int kHeads_, bool kOne_, class Sink_>
 struct ScoreConfig {
     using Sink = Sink_;
     static constexpr bool kOne = kOne_;
-    static constexpr int kHeads = kHeads_;  // N of an MMA
-    static constexpr int kGroupHeads = kOne && kHeads > 16 ? 16 : kHeads;  // with groups apart
-    static constexpr int kGroups = kOne ? 4 : 3;  // of consumer warps
-    static constexpr int kConsumerRegisters = kOne ? 104 : 144;  // 96 or 128 at the launch
-    static constexpr int kFeederRegisters = kOne ? 64 : 80;
+    static constexpr int kHeads = kHeads_;  // a block of a row: heads are padded to it
+    static constexpr int kGroups = 3;  // of consumer warps
     static constexpr int kConsumers = kGroups * kGroupThreads;
     static constexpr int kThreads = kConsumers + kPlanners;
+    // N of an MMA with groups apart. 16: registers are short beside the descriptors of the other path.
+    static constexpr int kGroupHeads = kOne && kHeads > 16 ? 16 : kHeads;
+    static constexpr int kColumns = kOne ? kHeads : 2 * kHeads;  // N of an MMA on folded codes
     static constexpr int kSums = kHeads / 2, kGroupSums = kGroupHeads / 2;  // of a thread and tile
 };
 
@@ -65,7 +64,9 @@ struct ScoreShared {
     int32_t bytes;
 
     __host__ __device__ ScoreShared(uint8_t* base, const ScorePlan& plan) {
-        const int32_t heads = plan.max_rows * plan.padded_heads;
+        const int32_t rows_heads = plan.max_rows * plan.padded_heads;
+        const int32_t heads =
+            (rows_heads + Config::kColumns - 1) / Config::kColumns * Config::kColumns;
         const int32_t tile = heads * kQueryBytes;
         const int32_t weights_at = kFixedBytes + (Config::kOne ? 3 : 2) * tile;
         const int32_t stages_at = weights_at + 2 * heads * static_cast<int32_t>(sizeof(float));

@@ -7,8 +7,6 @@
 //   score = ((p0 + p1) + (p2 + p3)) * 2^e
 #pragma once
 
-#include <type_traits>
-
 #include "sm90/index/unit_keys.cuh"
 
 namespace flash_csa::sm90 {
@@ -21,6 +19,8 @@ template <>
 struct IntegerMma<16> : cute::SM90::GMMA::MMA_64x16x32_S32S8S8_RS_TN {};
 template <>
 struct IntegerMma<32> : cute::SM90::GMMA::MMA_64x32x32_S32S8S8_RS_TN {};
+template <>
+struct IntegerMma<64> : cute::SM90::GMMA::MMA_64x64x32_S32S8S8_RS_TN {};
 
 // The codes of a tile as integers, exponents folded. Without signs: positive and negative values
 // apart, the latter to be multiplied by negated queries; the tensor cores have time for both, and
@@ -77,14 +77,14 @@ __device__ __forceinline__ void load_folded(const FoldedKeys& keys, FoldedFragme
     }
 }
 
-// Starts the dots of a tile with kHeads queries.
-template <class Config, bool kSigned>
+// Starts the dots of a tile with kColumns query heads.
+template <int kColumns, bool kSigned>
 __device__ __forceinline__ void start_folded(const FoldedFragment<kSigned>& keys, uint32_t units,
-                                             uint32_t minus, uint32_t (&sums)[Config::kSums]) {
-    using Step = IntegerMma<Config::kHeads>;
-    constexpr std::make_index_sequence<Config::kSums> kAll;
+                                             uint32_t minus, uint32_t (&sums)[kColumns / 2]) {
+    using Step = IntegerMma<kColumns>;
+    constexpr std::make_index_sequence<kColumns / 2> kAll;
 #pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) cute::warpgroup_fence_operand(sums[i]);
+    for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kFoldedSteps; ++step) {
@@ -97,34 +97,34 @@ __device__ __forceinline__ void start_folded(const FoldedFragment<kSigned>& keys
     cute::warpgroup_commit_batch();
 }
 
-// A dot that is not negative is a subnormal float of as many 2^-149, which a fused multiply-add
-// takes like any other: no conversion. A negative one is a NaN, which saturation makes 0: a ReLU on
-// the fast pipe, where a maximum is not.
-template <class Config>
-__device__ __forceinline__ void add_folded_heads(const uint32_t (&sums)[Config::kSums],
-                                                 const float2* weights, float (&partials)[2]) {
+// Waits for all but the last kRunning tiles that were started.
+template <int kRunning, int kSums>
+__device__ __forceinline__ void finish_folded(uint32_t (&sums)[kSums]) {
+    cute::warpgroup_wait<kRunning>();
 #pragma unroll
-    for (int i = 0; i < Config::kHeads / 8; ++i) {
+    for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(sums[i]);
+}
+
+// Adds kHeads heads, of accumulators [first, first + kHeads / 2), to the partial sums of a thread's
+// two keys. A dot that is not negative is a subnormal float of as many 2^-149, which a fused
+// multiply-add takes like any other: no conversion. A negative one is a NaN, which saturation makes
+// 0: a ReLU on the fast pipe, where a maximum is not.
+template <int kHeads, int kSums>
+__device__ __forceinline__ void add_folded_heads(const uint32_t (&sums)[kSums], int first,
+                                                 const float2 (&weights)[kHeads / 8],
+                                                 float (&partials)[2]) {
+#pragma unroll
+    for (int i = 0; i < kHeads / 8; ++i) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             const float weight = c == 0 ? weights[i].x : weights[i].y;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float dot = __saturatef(__uint_as_float(sums[4 * i + 2 * half + c]));
-                partials[half] = fma_rn(weight, dot, partials[half]);
+                const uint32_t sum = sums[first + 4 * i + 2 * half + c];
+                partials[half] = fma_rn(weight, __saturatef(__uint_as_float(sum)), partials[half]);
             }
         }
     }
-}
-
-// Adds the heads of a tile whose dots are done, while those of kRunning later tiles may run.
-template <class Config, int kRunning>
-__device__ __forceinline__ void finish_folded(uint32_t (&sums)[Config::kSums],
-                                              const float2* weights, float (&partials)[2]) {
-    cute::warpgroup_wait<kRunning>();
-#pragma unroll
-    for (int i = 0; i < Config::kSums; ++i) cute::warpgroup_fence_operand(sums[i]);
-    add_folded_heads<Config>(sums, weights, partials);
 }
 
 template <class Config>
@@ -136,93 +136,75 @@ __device__ __forceinline__ void load_weights(const ScoreShared<Config>& shared, 
     for (int i = 0; i < Config::kHeads / 8; ++i) weights[i] = source[4 * i];
 }
 
-// One block of heads of one row against a unit. The loop is not unrolled: descriptors then stay in
-// uniform registers.
+// One block of heads of one row. The loop is not unrolled: descriptors then stay in uniform
+// registers.
 template <class Config>
 __device__ __forceinline__ void score_folded_one(const Segment& segment,
                                                  const ScoreShared<Config>& shared,
-                                                 const KeyStage& stage, int32_t unit,
+                                                 const PassKeys& keys,
                                                  typename Config::Sink& sink) {
     const uint32_t units = query_descriptor(shared.queries.units);
     const uint32_t minus = query_descriptor(shared.queries.minus);
     float2 weights[Config::kHeads / 8];
     load_weights(shared, 0, weights);
-    const PassKeys keys(&stage, unit, 0);
-    FoldedKeys source(stage, keys.first);
-    const float* rest = stage.rest + keys.own;
-    int32_t column = keys.column;
-    float partials[kPassTiles][2];
+    FoldedKeys source(*keys.stage, keys.first);
+    float partials[kPassTiles][2] = {};
 #pragma unroll 1
-    for (int tile = 0; tile < kPasses * kPassTiles; ++tile) {
+    for (int tile = 0; tile < kPassTiles; ++tile) {
         FoldedFragment<false> fragment;
         uint32_t sums[Config::kSums] = {};
         load_folded(source, &fragment);
-        start_folded<Config, false>(fragment, units, minus, sums);
+        start_folded<Config::kHeads>(fragment, units, minus, sums);
+        source += kTileKeys / 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             partials[0][half] = partials[1][half];
             partials[1][half] = 0.0f;
         }
-        source += kTileKeys / 4;
-        finish_folded<Config, 0>(sums, weights, partials[1]);
-        if (tile % kPassTiles == 0) continue;
-        const float score = canonical_nan(mul_rn(reduce_quad(partials), *rest));
-        sink.put(segment.first_row, column, score, column < segment.count);
-        rest += kPassKeys;
-        column += kPassKeys;
+        finish_folded<0>(sums);
+        add_folded_heads<Config::kHeads>(sums, 0, weights, partials[1]);
     }
+    const float score = canonical_nan(mul_rn(reduce_quad(partials), keys.stage->rest[keys.own]));
+    sink.put(segment.first_row, keys.column, score, keys.column < segment.count);
 }
 
-// Any number of rows. Where there are two more blocks of heads, the dots of a tile with the second
-// run while those of the other tile with the first are added up.
+// Any number of rows: an MMA takes two blocks of heads, so that its instructions are half as many.
 template <class Config>
 __device__ __forceinline__ void score_folded(const Segment& segment, const ScorePlan& plan,
                                              const ScoreShared<Config>& shared,
                                              const PassKeys& keys, typename Config::Sink& sink) {
-    static_assert(kPassTiles == 2);
-    constexpr int kHeads = Config::kHeads;
+    constexpr int kHeads = Config::kHeads, kColumns = Config::kColumns;
     const uint32_t units = query_descriptor(shared.queries.units);
     const float rest = keys.stage->rest[keys.own];
     FoldedFragment<true> fragments[kPassTiles];
-    uint32_t sums[kPassTiles][Config::kSums] = {};
-    float partials[kPassTiles][2] = {};
-    int32_t row = 0, row_end = plan.padded_heads;
-    const auto start = [&](int tile, int32_t head) {
-        start_folded<Config, true>(fragments[tile], units + head * (kQueryBytes >> 4), 0,
-                                   sums[tile]);
-    };
-    // Adds a block; more: the next one starts meanwhile.
-    const auto finish = [&](int32_t head, auto more) {
-        constexpr bool kMore = decltype(more)::value;
-        float2 weights[kHeads / 8];
-        load_weights(shared, head, weights);
-        finish_folded<Config, 1>(sums[0], weights, partials[0]);
-        if constexpr (kMore) start(0, head + kHeads);
-        finish_folded<Config, kMore>(sums[1], weights, partials[1]);
-        if constexpr (kMore) start(1, head + kHeads);
-        if (head + kHeads != row_end) return;
-        put_score<Config>(shared, segment, row, keys.column, mul_rn(reduce_quad(partials), rest),
-                          sink);
-        partials[0][0] = partials[0][1] = partials[1][0] = partials[1][1] = 0.0f;
-        ++row;
-        row_end += plan.padded_heads;
-    };
 #pragma unroll
     for (int tile = 0; tile < kPassTiles; ++tile) {
         load_folded(FoldedKeys(*keys.stage, keys.first + 16 * tile), &fragments[tile]);
     }
-    const int32_t heads = segment.rows * plan.padded_heads;
-    int32_t head = 0;
-    for (; head + kHeads < heads; head += 2 * kHeads) {
-        start(0, head);
-        start(1, head);
-        finish(head, std::true_type{});
-        finish(head + kHeads, std::false_type{});
-    }
-    if (head < heads) {
-        start(0, head);
-        start(1, head);
-        finish(head, std::false_type{});
+    float partials[kPassTiles][2] = {};
+    int32_t row = 0, row_end = plan.padded_heads;
+    for (int32_t first = 0; row < segment.rows; first += kColumns) {
+        uint32_t sums[kPassTiles][kColumns / 2] = {};
+#pragma unroll
+        for (int tile = 0; tile < kPassTiles; ++tile) {
+            start_folded<kColumns>(fragments[tile], units + first * (kQueryBytes >> 4), 0,
+                                   sums[tile]);
+        }
+#pragma unroll
+        for (int head = 0; head < kColumns; head += kHeads) {
+            float2 weights[kHeads / 8];
+            load_weights(shared, first + head, weights);
+            if (head == 0) finish_folded<1>(sums[0]);
+            add_folded_heads<kHeads>(sums[0], head / 2, weights, partials[0]);
+            if (head == 0) finish_folded<0>(sums[1]);
+            add_folded_heads<kHeads>(sums[1], head / 2, weights, partials[1]);
+            if (first + head + kHeads != row_end || row == segment.rows) continue;
+            put_score<Config>(shared, segment, row, keys.column,
+                              mul_rn(reduce_quad(partials), rest), sink);
+            partials[0][0] = partials[0][1] = partials[1][0] = partials[1][1] = 0.0f;
+            ++row;
+            row_end += plan.padded_heads;
+        }
     }
 }
 

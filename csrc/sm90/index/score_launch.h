@@ -28,7 +28,7 @@ inline ScorePlan plan_scores(const IndexScoresParams& p, int32_t heads_of_mma) {
 template <class Config>
 cudaError_t launch_score_tiles(const IndexScoresParams& p, ScorePlan plan,
                                const typename Config::Sink::Params& sink, cudaStream_t stream) {
-    while (ScoreShared<Config>(nullptr, plan).bytes > kSmemOptIn) --plan.num_stages;
+    while (ScoreShared<Config>(nullptr, plan).bytes > kSmemOptIn) plan.num_stages -= kFeeders;
     int device = 0, sms = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) {

@@ -1,8 +1,8 @@
 // The main loop of every kernel that scores index keys: FP4 keys from pages against the queries of
 // a group, final FP32 scores handed to a sink.
 //
-// Warps: groups of four take units in turn; four feeders behind them bring the keys (key_ring.cuh).
-// Keys are the M rows of MMA tiles, 128 of a unit at a time, their codes in registers; queries, in
+// Warps: groups of four take passes of kPassKeys keys in turn; four feeders behind them bring the
+// keys (key_ring.cuh). Keys are the M rows of MMA tiles, their codes in registers; queries, in
 // blocks of kHeads, are N. score_folded.cuh takes the units whose scales allow it, score_groups.cuh the
 // others: the bits are those of core/scoring.h either way.
 //
@@ -32,34 +32,26 @@
 
 namespace flash_csa::sm90 {
 
-// All rows of the segment against one unit.
+// All rows of the segment against the keys of a pass, which are in the ring at `at`, in passes.
 template <class Config>
-__device__ __forceinline__ void score_unit(const IndexScoresParams& p, const Segment& segment,
-                                           int32_t unit, const ScorePlan& plan,
+__device__ __forceinline__ void score_pass(const IndexScoresParams& p, const Segment& segment,
+                                           int32_t pass, bool queries_fold, const ScorePlan& plan,
                                            const ScoreShared<Config>& shared,
                                            const RingPosition& at, typename Config::Sink& sink) {
     const KeyRing& ring = shared.ring;
-    const KeyStage& stage = ring.stages[at.stage];
-    ring.full[at.stage].wait(at.phase);
-    ring.ready[at.stage].wait(at.phase);
-    const bool folds = stage.folds != 0 && *shared.queries.folds != 0;
-    if (!folds) {
-#pragma unroll 1
-        for (int pass = 0; pass < kPasses; ++pass) {
-            const PassKeys keys(&stage, unit, pass);
-            score_groups<Config>(p, segment, plan, shared, keys, sink);
-        }
+    const uint32_t at_stage = static_cast<uint32_t>(at.stage) / kPasses;
+    const KeyStage& stage = ring.stages[at_stage];
+    const PassKeys keys(stage, pass);
+    ring.full[at_stage].wait(at.phase);
+    ring.ready[at_stage].wait(at.phase);
+    if (!queries_fold || stage.folds == 0) {
+        score_groups<Config>(p, segment, plan, shared, keys, sink);
     } else if constexpr (Config::kOne) {
-        score_folded_one<Config>(segment, shared, stage, unit, sink);
+        score_folded_one<Config>(segment, shared, keys, sink);
     } else {
-#pragma unroll 1
-        for (int pass = 0; pass < kPasses; ++pass) {
-            const PassKeys keys(&stage, unit, pass);
-            score_folded<Config>(segment, plan, shared, keys, sink);
-        }
+        score_folded<Config>(segment, plan, shared, keys, sink);
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ring.empty[at.stage].arrive();
+    ring.empty[at_stage].arrive();
 }
 
 template <class Config>
@@ -99,12 +91,14 @@ __device__ __forceinline__ void consume(const IndexScoresParams& p, const ScoreP
         consumers_sync<Config>();  // the last segment's queries are read
         load_segment<Config>(p, segment, plan, shared, sink);
         consumers_sync<Config>();
-        int32_t unit = segment.begin + turn.skip;
-        for (; unit < segment.end; unit += turn.step) {
-            score_unit<Config>(p, segment, unit, plan, shared, turn.at, sink);
+        const bool queries_fold = *shared.queries.folds != 0;
+        const int32_t end = segment.end * kPasses;
+        int32_t pass = segment.begin * kPasses + turn.skip;
+        for (; pass < end; pass += turn.step) {
+            score_pass<Config>(p, segment, pass, queries_fold, plan, shared, turn.at, sink);
             turn.at.advance(turn.step);
         }
-        turn.skip = unit - segment.end;
+        turn.skip = pass - end;
         consumers_sync<Config>();
         sink.end(segment, threadIdx.x, Config::kConsumers);
     }
@@ -121,7 +115,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) {
         shared.fixed->list_full.init(kPlanners);
         shared.fixed->list_empty.init(Config::kThreads);
-        shared.ring.init(kGroupThreads / 32);
+        shared.ring.init(kPasses * kGroupThreads);
     }
     allow_dependents();
     wait_for_previous();
@@ -131,8 +125,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const RingPosition start = {plan.num_stages};
     WorkList& work = shared.fixed->work;
     if (warp < kFirstFeeder) {
-        cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
-        UnitTurn turn(start, warp / 4, Config::kGroups);
+        cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+        const RingPosition passes = {kPasses * plan.num_stages};
+        UnitTurn turn(passes, warp / 4, Config::kGroups);
         typename Config::Sink sink(sink_params, shared.fixed->sink);
         for (uint32_t phase = 0;; phase ^= 1) {
             shared.fixed->list_full.wait(phase);
@@ -141,7 +136,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             shared.fixed->list_empty.arrive();
         }
     } else {
-        cutlass::arch::warpgroup_reg_dealloc<Config::kFeederRegisters>();
+        cutlass::arch::warpgroup_reg_dealloc<kFeederRegisters>();
         UnitTurn copies(start, warp - kFirstFeeder, kFeeders), scales = copies;
         Planner planner(p, plan.max_rows, work, threadIdx.x - Config::kConsumers);
         for (uint32_t phase = 0;; phase ^= 1) {

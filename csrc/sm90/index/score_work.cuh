@@ -87,10 +87,10 @@ __device__ __forceinline__ Segment group_at(const IndexScoresParams& p, int32_t 
 class Planner {
   public:
     __device__ Planner(const IndexScoresParams& p, int32_t max_rows, WorkList& list, int32_t thread)
-        : p_(p), max_rows_(max_rows), list_(list), thread_(thread) {
+        : p_(p), max_rows_(max_rows), list_(list), thread_(thread), few_(p.batch.rows <= 32) {
         int32_t total = 0;
         do {
-            total += count_stretch();
+            total += few_ ? count_few() : count_stretch();
             first_row_ += kListRows;
         } while (first_row_ < p.batch.rows);
         const int32_t blocks = static_cast<int32_t>(gridDim.x);
@@ -103,6 +103,10 @@ class Planner {
     // The next stretch that holds segments of the block; an empty list where there is none.
     // Barriers of all readers of the list come before and after.
     __device__ void next() {
+        if (few_) {
+            if (thread_ < 32) write_few();
+            return;
+        }
         list_.last = -1;
         sync();
         for (bool found = false; !found && first_row_ < p_.batch.rows && stretch_begin_ < end_;) {
@@ -119,6 +123,36 @@ class Planner {
   private:
     __device__ static void sync() { cutlass::arch::NamedBarrier::sync(kPlanners, kPlannerBarrier); }
 
+    // The sum over the lanes up to this one.
+    __device__ static int32_t scan(int32_t value) {
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int32_t other = __shfl_up_sync(~0u, value, step);
+            if (static_cast<int32_t>(threadIdx.x % 32) >= step) value += other;
+        }
+        return value;
+    }
+
+    // Units of at most 32 rows, one a lane: every warp for itself, so that nobody waits.
+    __device__ int32_t count_few() {
+        group_ = group_at(p_, thread_ % 32, max_rows_);
+        const int32_t upto = scan(group_.end);
+        before_ = upto - group_.end;
+        return __shfl_sync(~0u, upto, 31);
+    }
+
+    // Once; an empty list then.
+    __device__ void write_few() {
+        const int32_t units = group_.end, after = before_ + units;
+        group_.begin = min(max(begin_ - before_, 0), units);
+        group_.end = max(min(end_ - before_, units), group_.begin);
+        list_.segments[thread_] = group_;
+        if (before_ <= begin_ && begin_ < after) list_.first = thread_;
+        const uint32_t last = __ballot_sync(~0u, before_ < end_ && end_ <= after);
+        if (thread_ == 0) list_.last = begin_ < end_ ? __ffs(last) - 1 : -1;
+        begin_ = end_;
+    }
+
     // Units of the stretch; in before_ and units_ those before this thread's rows and of each.
     __device__ int32_t count_stretch() {
         int32_t own = 0;
@@ -131,12 +165,7 @@ class Planner {
             own += group.end;
         }
         const int32_t lane = thread_ % 32, warp = thread_ / 32;
-        int32_t upto = own;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int32_t other = __shfl_up_sync(~0u, upto, step);
-            if (lane >= step) upto += other;
-        }
+        const int32_t upto = scan(own);
         sync();  // the last scan's sums are read
         if (lane == 31) list_.warp_sums[warp] = upto;
         sync();
@@ -168,6 +197,8 @@ class Planner {
     const int32_t max_rows_;
     WorkList& list_;
     const int32_t thread_;
+    const bool few_;             // rows: a lane has one
+    Segment group_;              // where few
     int32_t begin_, end_;        // units of the block
     int32_t first_row_ = 0;      // of the stretch
     int32_t stretch_begin_ = 0;  // units before it

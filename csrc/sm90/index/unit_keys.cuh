@@ -1,4 +1,4 @@
-// What score_groups and score_folded share: a unit of keys as A of the tensor cores, queries as B,
+// What score_groups and score_folded share: keys as A of the tensor cores, queries as B,
 // the last sum of a score.
 #pragma once
 
@@ -11,22 +11,22 @@
 
 namespace flash_csa::sm90 {
 
-// Half a warp's keys of a unit: a pass of two MMA tiles. A warp has 64 neighbouring keys; accumulator
-// row lane / 4 + 8 half of its part of tile `tile` of a pass is key 32 pass + 16 tile + 8 half +
-// lane / 4 of them.
+// The keys that a group takes in its turn, in a stage. A warp has 32 neighbours of them: row lane /
+// 4 + 8 half of its part of the accumulators of a tile is key 16 tile + 8 half + lane / 4.
 struct PassKeys {
     const KeyStage* stage;
-    int32_t first;  // of the warp's keys of the pass, in the unit
-    // The key whose score this lane hands over, in the unit, and its column: reduce_quad leaves key
-    // 8 (lane % 4) + lane / 4 of the 32.
+    int32_t first;  // of the warp's keys, in the stage
+    // The key whose score this lane hands over, in the stage, and its column: reduce_quad leaves
+    // key 8 (lane % 4) + lane / 4.
     int32_t own, column;
 
-    __device__ __forceinline__ PassKeys(const KeyStage* unit_stage, int32_t unit, int32_t pass)
-        : stage(unit_stage) {
+    __device__ __forceinline__ PassKeys(const KeyStage& key_stage, int32_t pass)
+        : stage(&key_stage) {
         const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        first = kWarpKeys * warp + kPassKeys * pass;
+        const int32_t start = pass * kPassKeys;
+        first = start % static_cast<uint32_t>(kUnitKeys) + kPassKeys / 4 * warp;
         own = first + lane % 4 * 8 + lane / 4;
-        column = unit * kUnitKeys + own;
+        column = start - start % static_cast<uint32_t>(kUnitKeys) + own;
     }
     // Index of the key of accumulator row lane / 4 + 8 half.
     __device__ __forceinline__ int32_t at(int32_t tile, int32_t half) const {
