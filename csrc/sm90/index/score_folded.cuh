@@ -169,7 +169,8 @@ __device__ __forceinline__ void score_folded_one(const Segment& segment,
 }
 
 // Any number of rows: an MMA takes two blocks of heads, so that its instructions are half as many.
-template <class Config>
+// kWhole: a block is a row.
+template <class Config, bool kWhole>
 __device__ __forceinline__ void score_folded(const Segment& segment, const ScorePlan& plan,
                                              const ScoreShared<Config>& shared,
                                              const PassKeys& keys, typename Config::Sink& sink) {
@@ -183,12 +184,13 @@ __device__ __forceinline__ void score_folded(const Segment& segment, const Score
     }
     float partials[kPassTiles][2] = {};
     int32_t row = 0, row_end = plan.padded_heads;
-    for (int32_t first = 0; row < segment.rows; first += kColumns) {
+    const int32_t heads = segment.rows * plan.padded_heads;
+    for (int32_t first = 0; first < heads; first += kColumns) {
+        const uint32_t at = __shfl_sync(~0u, units + first * (kQueryBytes >> 4), 0);  // uniform
         uint32_t sums[kPassTiles][kColumns / 2] = {};
 #pragma unroll
         for (int tile = 0; tile < kPassTiles; ++tile) {
-            start_folded<kColumns>(fragments[tile], units + first * (kQueryBytes >> 4), 0,
-                                   sums[tile]);
+            start_folded<kColumns>(fragments[tile], at, 0, sums[tile]);
         }
 #pragma unroll
         for (int head = 0; head < kColumns; head += kHeads) {
@@ -198,9 +200,11 @@ __device__ __forceinline__ void score_folded(const Segment& segment, const Score
             add_folded_heads<kHeads>(sums[0], head / 2, weights, partials[0]);
             if (head == 0) finish_folded<0>(sums[1]);
             add_folded_heads<kHeads>(sums[1], head / 2, weights, partials[1]);
-            if (first + head + kHeads != row_end || row == segment.rows) continue;
-            put_score<Config>(shared, segment, row, keys.column,
-                              mul_rn(reduce_quad(partials), rest), sink);
+            if (!kWhole && first + head + kHeads != row_end) continue;
+            if (row < segment.rows) {  // the last block may have no row
+                put_score<Config>(shared, segment, row, keys.column,
+                                  mul_rn(reduce_quad(partials), rest), sink);
+            }
             partials[0][0] = partials[0][1] = partials[1][0] = partials[1][1] = 0.0f;
             ++row;
             row_end += plan.padded_heads;

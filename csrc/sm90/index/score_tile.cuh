@@ -48,8 +48,10 @@ __device__ __forceinline__ void score_pass(const IndexScoresParams& p, const Seg
         score_groups<Config>(p, segment, plan, shared, keys, sink);
     } else if constexpr (Config::kOne) {
         score_folded_one<Config>(segment, shared, keys, sink);
+    } else if (plan.padded_heads == Config::kHeads) {
+        score_folded<Config, true>(segment, plan, shared, keys, sink);
     } else {
-        score_folded<Config>(segment, plan, shared, keys, sink);
+        score_folded<Config, false>(segment, plan, shared, keys, sink);
     }
     ring.empty[at_stage].arrive();
 }
@@ -86,7 +88,8 @@ __device__ __forceinline__ void consume(const IndexScoresParams& p, const ScoreP
                                         const ScoreShared<Config>& shared, UnitTurn& turn,
                                         typename Config::Sink& sink) {
     for (int32_t i = shared.fixed->work.first; i <= shared.fixed->work.last; ++i) {
-        const Segment segment = shared.fixed->work.segments[i];
+        Segment segment = shared.fixed->work.segments[i];
+        segment.rows = __shfl_sync(~0u, segment.rows, 0);  // known to be uniform: so are loops
         if (segment.begin == segment.end) continue;
         consumers_sync<Config>();  // the last segment's queries are read
         load_segment<Config>(p, segment, plan, shared, sink);

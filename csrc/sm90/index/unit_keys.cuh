@@ -78,8 +78,8 @@ template <class Config>
 __device__ __forceinline__ void put_score(const ScoreShared<Config>& shared, const Segment& segment,
                                           int32_t row, int32_t column, float score,
                                           typename Config::Sink& sink) {
-    sink.put(int64_t{segment.first_row} + row, column, canonical_nan(score),
-             column < shared.fixed->counts[row]);
+    const uint32_t global_row = segment.first_row + row;
+    sink.put(global_row, column, canonical_nan(score), column < shared.fixed->counts[row]);
 }
 
 }  // namespace flash_csa::sm90
