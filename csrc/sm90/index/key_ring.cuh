@@ -131,8 +131,7 @@ class Copier {
         uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
         using Copy = cute::SM90_BULK_COPY_G2S;
         Copy::copy(source, barrier, stage.codes + key * kKeyBytes, codes);
-        Copy::copy(source + codes, barrier, stage.scales + key,
-                   p_.index.page_size * kScaleBytes);
+        Copy::copy(source + codes, barrier, stage.scales + key, p_.index.page_size * kScaleBytes);
     }
 
     const IndexScoresParams& p_;
@@ -189,8 +188,8 @@ __device__ __forceinline__ void prepare_scales(const Segment& segment, int32_t u
 constexpr int kFeeders = 4;  // warps
 
 // One warp: all its units of a list. The ring holds as many of each feeder, so that one waits for
-// stages in the order in which it filled them. Copies run ahead, by no more than the feeder's share of the
-// ring: before a copy waits for a stage, the scales of the unit in it must be ready.
+// stages in the order in which it filled them. Copies run ahead, by no more than the feeder's share
+// of the ring: before a copy waits for a stage, the scales of the unit in it must be ready.
 __device__ __forceinline__ void feed_keys(const IndexScoresParams& p, const WorkList& list,
                                           const KeyRing& ring, UnitTurn& copy_turn,
                                           UnitTurn& scale_turn) {

@@ -28,10 +28,11 @@ struct ScoreConfig {
     using Sink = Sink_;
     static constexpr bool kOne = kOne_;
     static constexpr int kHeads = kHeads_;  // a block of a row: heads are padded to it
-    static constexpr int kGroups = 3;  // of consumer warps
+    static constexpr int kGroups = 3;       // of consumer warps
     static constexpr int kConsumers = kGroups * kGroupThreads;
     static constexpr int kThreads = kConsumers + kPlanners;
-    // N of an MMA with groups apart. 16: registers are short beside the descriptors of the other path.
+    // N of an MMA with groups apart. 16: registers are short beside the descriptors of the other
+    // path.
     static constexpr int kGroupHeads = kOne && kHeads > 16 ? 16 : kHeads;
     static constexpr int kColumns = kOne ? kHeads : 2 * kHeads;  // N of an MMA on folded codes
     static constexpr int kSums = kHeads / 2, kGroupSums = kGroupHeads / 2;  // of a thread and tile

@@ -130,14 +130,13 @@ __device__ __forceinline__ void add_folded_heads(const uint32_t (&sums)[kSums], 
 template <class Config>
 __device__ __forceinline__ void load_weights(const ScoreShared<Config>& shared, int32_t head,
                                              float2 (&weights)[Config::kHeads / 8]) {
-    const float2* source = reinterpret_cast<const float2*>(shared.queries.folded_weights + head) +
-                           threadIdx.x % 4;
+    const float2* source =
+        reinterpret_cast<const float2*>(shared.queries.folded_weights + head) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < Config::kHeads / 8; ++i) weights[i] = source[4 * i];
 }
 
-// One block of heads of one row. The loop is not unrolled: descriptors then stay in uniform
-// registers.
+// One block of heads of one row. The second tile is converted while the dots of the first run.
 template <class Config>
 __device__ __forceinline__ void score_folded_one(const Segment& segment,
                                                  const ScoreShared<Config>& shared,
@@ -149,21 +148,17 @@ __device__ __forceinline__ void score_folded_one(const Segment& segment,
     load_weights(shared, 0, weights);
     FoldedKeys source(*keys.stage, keys.first);
     float partials[kPassTiles][2] = {};
-#pragma unroll 1
-    for (int tile = 0; tile < kPassTiles; ++tile) {
-        FoldedFragment<false> fragment;
-        uint32_t sums[Config::kSums] = {};
-        load_folded(source, &fragment);
-        start_folded<Config::kHeads>(fragment, units, minus, sums);
-        source += kTileKeys / 4;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            partials[0][half] = partials[1][half];
-            partials[1][half] = 0.0f;
-        }
-        finish_folded<0>(sums);
-        add_folded_heads<Config::kHeads>(sums, 0, weights, partials[1]);
-    }
+    FoldedFragment<false> fragment[2];
+    uint32_t sums[2][Config::kSums] = {};
+    load_folded(source, &fragment[0]);
+    start_folded<Config::kHeads>(fragment[0], units, minus, sums[0]);
+    source += kTileKeys / 4;
+    load_folded(source, &fragment[1]);
+    start_folded<Config::kHeads>(fragment[1], units, minus, sums[1]);
+    finish_folded<1>(sums[0]);
+    add_folded_heads<Config::kHeads>(sums[0], 0, weights, partials[0]);
+    finish_folded<0>(sums[1]);
+    add_folded_heads<Config::kHeads>(sums[1], 0, weights, partials[1]);
     const float score = canonical_nan(mul_rn(reduce_quad(partials), keys.stage->rest[keys.own]));
     sink.put(segment.first_row, keys.column, score, keys.column < segment.count);
 }

@@ -3,8 +3,8 @@
 //
 // Warps: groups of four take passes of kPassKeys keys in turn; four feeders behind them bring the
 // keys (key_ring.cuh). Keys are the M rows of MMA tiles, their codes in registers; queries, in
-// blocks of kHeads, are N. score_folded.cuh takes the units whose scales allow it, score_groups.cuh the
-// others: the bits are those of core/scoring.h either way.
+// blocks of kHeads, are N. score_folded.cuh takes the units whose scales allow it, score_groups.cuh
+// the others: the bits are those of core/scoring.h either way.
 //
 // A sink is an object of each consumer thread:
 //
@@ -19,9 +19,10 @@
 //
 // A barrier of the consumers separates begin, the scores and end. put is called by whole warps: a
 // warp hands over one score a lane, of 32 neighbouring columns that start at a multiple of 32: bits
-// 0, 1 of the lane say which block of eight, bits 2 .. 4 the column in it. Scores are canonical (core/numerics.h); that of an entry on no page is NaN.
-// Columns with visible == false have undefined scores. Each visible column of each row of the
-// segment is handed over once, in any order.
+// 0, 1 of the lane say which block of eight, bits 2 .. 4 the column in it. Scores are canonical
+// (core/numerics.h); that of an entry on no page is NaN. Columns with visible == false have
+// undefined scores. Each visible column of each row of the segment is handed over once, in any
+// order.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
