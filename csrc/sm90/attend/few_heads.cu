@@ -542,24 +542,10 @@ __global__ void __launch_bounds__(kThreads<kHeads>, kCtasPerSm<kHeads>)
     worker.finish(row);
 }
 
-// Runs of a row's tiles: as many as fill the SMs and the workspace holds.
-template <int kHeads>
-int32_t splits_of(const AttendParams& p, int num_sms) {
-    if (p.batch_invariant) return 1;
-    const int64_t entries = p.contiguous.data != nullptr
-                                ? int64_t{p.contiguous.columns} * p.main.pages.page_size
-                                : p.main.columns;
-    const int64_t tiles = (p.window.columns + kTile - 1) / kTile + (entries + kTile - 1) / kTile;
-    const int64_t held = (p.workspace.bytes - kSyncBytes) / int64_t{sizeof(Partial<kHeads>)};
-    int64_t splits = int64_t{kCtasPerSm<kHeads>} * num_sms / p.rows;
-    splits = splits < tiles ? splits : tiles;
-    splits = splits < held / p.rows ? splits : held / p.rows;
-    return splits > 1 ? static_cast<int32_t>(splits) : 1;
-}
-
 template <int kHeads>
 cudaError_t launch_few_heads(const AttendParams& p, int num_sms, cudaStream_t stream) {
-    const Plan plan{splits_of<kHeads>(p, num_sms), Places(p.main.pages), Places(p.window.pages)};
+    const int32_t splits = splits_of(p, kCtasPerSm<kHeads> * num_sms, sizeof(Partial<kHeads>));
+    const Plan plan{splits, Places(p.main.pages), Places(p.window.pages)};
     return launch(few_heads_kernel<kHeads>, blocks_for(int64_t{p.rows} * plan.splits, 1),
                   kThreads<kHeads>, sizeof(Shared<kHeads>), stream, p, plan);
 }
@@ -577,6 +563,7 @@ bool takes_few_heads(const AttendParams& p) {
 
 cudaError_t attend_few_heads(const AttendParams& p, int num_sms, cudaStream_t stream) {
     using namespace few_heads;
+    if (takes_eight_heads(p)) return attend_eight_heads(p, num_sms, stream);
     if (p.heads <= 8) return launch_few_heads<8>(p, num_sms, stream);
     if (p.heads <= 16) return launch_few_heads<16>(p, num_sms, stream);
     return launch_few_heads<32>(p, num_sms, stream);

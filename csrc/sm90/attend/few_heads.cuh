@@ -110,6 +110,20 @@ struct Places {
     }
 };
 
+// Runs of a row's tiles: as many as fill the places for CTAs and the workspace holds.
+inline int32_t splits_of(const AttendParams& p, int64_t places, int64_t partial_bytes) {
+    if (p.batch_invariant) return 1;
+    const int64_t entries = p.contiguous.data != nullptr
+                                ? int64_t{p.contiguous.columns} * p.main.pages.page_size
+                                : p.main.columns;
+    const int64_t tiles = (p.window.columns + kTile - 1) / kTile + (entries + kTile - 1) / kTile;
+    const int64_t held = (p.workspace.bytes - kSyncBytes) / partial_bytes;
+    int64_t splits = places / p.rows;
+    splits = splits < tiles ? splits : tiles;
+    splits = splits < held / p.rows ? splits : held / p.rows;
+    return splits > 1 ? static_cast<int32_t>(splits) : 1;
+}
+
 // Records on their way into one warp.
 template <int kHeads>
 struct Ring {
