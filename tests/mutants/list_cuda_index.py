@@ -40,6 +40,16 @@ MUTANTS = (
         "a negative integer is taken for a float",
     ),
     Mutant(
+        1405,
+        "index",
+        "plain whatever the exponent",
+        "sm90/index/index_codes.cuh",
+        "return (((scales + 0x20202020u) ^ 0x80808080u) & 0xc0c0c0c0u) == 0;",
+        "return (((scales + 0x20202020u) ^ 0x80808080u) & 0x80808080u) == 0;",
+        "a mask one bit short: powers of two leave sums that overflow or round",
+        test="tests/test_index_reindex.py::test_sums_that_overflow_on_the_way",
+    ),
+    Mutant(
         1406,
         "index",
         "absent keys scored",

@@ -32,4 +32,14 @@ MUTANTS = (
         "scales <<= (lane % kHeadLanes / 2 ^ 1) * 8;",
         "bytes of the word in another order",
     ),
+    Mutant(
+        1105,
+        "store",
+        "sines of the pair before",
+        "sm90/store/norm_rope_store.cu",
+        "cos_sin[kRopeDims / 2 + lane]",
+        "cos_sin[kRopeDims / 2 - 1 + lane]",
+        "the halves of the table counted from one",
+        test="tests/test_store.py::test_rope_store",
+    ),
 )
