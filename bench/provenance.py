@@ -82,7 +82,9 @@ def device_state(device: torch.device) -> dict[str, Any]:
         return unknown
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
     try:
-        text = subprocess.check_output([*query, f"--id={device.index or 0}"], text=True)
+        # Not its number: CUDA_VISIBLE_DEVICES numbers devices anew, for us alone.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        text = subprocess.check_output([*query, f"--id=GPU-{uuid}"], text=True)
         clock, power = text.strip().split(",")
         return {"clock": float(clock), "power": float(power)}
     except (OSError, subprocess.CalledProcessError, ValueError):
