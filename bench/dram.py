@@ -21,7 +21,7 @@ def count(cases: Sequence[Case], say: Callable[[str], None]) -> dict[str, ncu.Co
     for kind, group in groupby(cases, key=lambda case: case.kind):
         names = [case.name for case in group]
         try:
-            items, printed = ncu.profile(["-m", "bench.dram", *names])
+            items, printed = ncu.profile(["-m", "bench.dram", *names], [ncu.DRAM])
         except ncu.Unavailable as reason:
             say(f"DRAM bytes of {kind}: {reason}")
             continue

@@ -90,6 +90,16 @@ def test_counters_are_grouped_by_mark():
     assert items[0].time_us == pytest.approx(4.0005)
 
 
+def test_counters_of_two_runs_are_put_together():
+    logs = []
+    for group, values in ((ncu.DRAM, ["7", "5"]), (ncu.L2, ["30", "10", "2000"])):
+        rows = [["0", "probe_kernel(int *)", *values], ["1", "store_kernel", *values]]
+        lines = [["ID", "Kernel Name", *group.values()], *rows]
+        logs.append("\n".join(",".join(f'"{cell}"' for cell in line) for line in lines))
+    assert ncu.parse(*logs) == [ncu.Counted(1, 7, 5, 30, 0.1, 2.0)]
+    assert ncu.parse(logs[0]) == [ncu.Counted(1, 7, 5, 0, 0.0, 0.0)]
+
+
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
@@ -126,10 +136,12 @@ def test_the_command_prints_the_model_and_says_why_nothing_is_measured(monkeypat
 def test_measured_beside_the_model(monkeypatch):
     counted = ncu.Counted(1, 3000, 96, 100, 0.25, 5.0)
     printed = [{"kernel": "store", "bytes": {"inputs": 2000, "outputs": 1000}, "records": 50}]
+    printed[0]["scratch"] = 2160
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(ncu, "profile", lambda arguments: ([counted], json.dumps(printed)))
     (kernel,) = json.loads(run("--measure", "--json"))["kernels"]
     assert kernel["ratio"] == pytest.approx(1.032)
+    assert kernel["ratio_with_scratch"] == pytest.approx(0.6)
     assert kernel["sectors_per_record"] == 2
     assert "1.03" in run("--measure")
 
@@ -143,6 +155,21 @@ def test_formats_of_the_figure(tmp_path):
     figure = tmp_path / "figure.png"
     run("--plot", str(figure), "--results", str(tmp_path / "rows.jsonl"))
     assert figure.stat().st_size > 10_000
+
+
+def test_unusable_files_are_one_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"stage": "attend"}\n')
+    figure = ["--plot", str(tmp_path / "figure.png")]
+    for arguments, message in (
+        ([*figure, "--results", str(rows)], "rows.jsonl, line 1: no row of the benchmark"),
+        ([*figure, "--results", str(tmp_path / "none")], "--results: .*No such file"),
+        (["--plot", str(tmp_path / "none" / "figure.png")], "--plot: .*No such file"),
+    ):
+        result = CliRunner().invoke(APP, arguments)
+        with pytest.raises(ValueError, match=message):
+            raise result.exception
 
 
 @pytest.mark.parametrize(

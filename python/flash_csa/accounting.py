@@ -477,6 +477,12 @@ def expected_unique(picks: int, items: int) -> int:
     return int(items * (1 - (1 - 1 / items) ** picks)) if items else 0
 
 
+def score_scratch(entries: int) -> int:
+    """What index_select moves on top: each score written to the workspace and read from it. Less
+    where a tile of rows stays in the L2."""
+    return 2 * entries * F32
+
+
 def gather_bytes(*, records: int = 0, scores: int = 0) -> int:
     """What a path through temporaries moves on top: each record written and read as a BF16 vector,
     each score written and read in FP32."""

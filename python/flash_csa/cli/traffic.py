@@ -16,7 +16,8 @@ from ..plan import LayerPlan
 from ..traffic import ncu, plot
 from ..traffic.model import KINDS, Shape, report
 
-WIDTH = 130
+WIDTH = 190
+ROWS = Path("bench/results/h200.jsonl")
 
 
 def command(
@@ -29,35 +30,38 @@ def command(
     measure: Annotated[
         bool, typer.Option("--measure", help="Count each kernel's bytes under Nsight Compute.")
     ] = False,
+    kernels: Annotated[str, typer.Option(help="Glob of the kernels to measure.")] = "*",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     figure: Annotated[
         Path | None, typer.Option("--plot", help="Write bytes over context, and a roofline.")
     ] = None,
-    results: Annotated[Path, typer.Option(help="Benchmark rows for the roofline.")] = Path(
-        "bench/results/h200.jsonl"
-    ),
+    results: Annotated[
+        Path | None, typer.Option(help=f"Benchmark rows for the roofline; {ROWS} if it is there.")
+    ] = None,
 ) -> None:
     """HBM bytes of one step over all layers: the model, and what the GPU counted."""
     plan = LayerPlan.from_config(model)
     shape = Shape(context, batch, rows)
+    points = [] if figure is None else _benchmark_rows(results)
     result = report(plan, CacheSpec.for_plan(plan), shape) | {"model": model}
     if measure:
-        result |= _measured(model, shape)
+        result |= _measured(model, shape, kernels)
     if as_json:
         print(json.dumps(result, indent=1))
     else:
         _print(result)
     if figure is not None:
-        plot.save(plan, _benchmark_rows(results), figure)
+        plot.save(plan, points, figure)
 
 
-def _measured(model: str, shape: Shape) -> dict[str, Any]:
+def _measured(model: str, shape: Shape, glob: str) -> dict[str, Any]:
     """Kernels with the model's and the counted bytes; or why there are none."""
     if not torch.cuda.is_available():
         return {"not_measured": "there is no GPU here"}
     numbers = map(str, (shape.context, shape.batch, shape.rows))
+    program = ["-m", "flash_csa.traffic.kernels", model, *numbers, glob]
     try:
-        counted, printed = ncu.profile(["-m", "flash_csa.traffic.kernels", model, *numbers])
+        counted, printed = ncu.profile(program)
     except ncu.Unavailable as reason:
         return {"not_measured": str(reason)}
     expected = json.loads(printed.strip().splitlines()[-1])
@@ -74,6 +78,8 @@ def _beside(expected: dict[str, Any], counted: ncu.Counted) -> dict[str, Any]:
         "dram_read_nbytes": counted.read_nbytes,
         "dram_written_nbytes": counted.written_nbytes,
         "ratio": counted.nbytes / nbytes,
+        "scratch_nbytes": expected["scratch"],
+        "ratio_with_scratch": counted.nbytes / (nbytes + expected["scratch"]),
         "sectors": counted.sectors,
         "sectors_per_record": counted.sectors / records if records else None,
         "l2_hit_rate": counted.hit_rate,
@@ -82,10 +88,23 @@ def _beside(expected: dict[str, Any], counted: ncu.Counted) -> dict[str, Any]:
     }
 
 
-def _benchmark_rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
+def _benchmark_rows(path: Path | None) -> list[dict[str, Any]]:
+    if path is None and not ROWS.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    path = path or ROWS
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"flash_csa.traffic: --results: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows.append({key: row[key] for key in plot.ROW_KEYS})
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"--results: {path}, line {number}: no row of the benchmark"
+            raise ValueError(f"flash_csa.traffic: {message}") from error
+    return rows
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -127,16 +146,18 @@ def _beside_these(result: dict[str, Any]) -> list[tuple[str, int]]:
 
 def _kernel_table(kernels: list[dict[str, Any]]) -> Table:
     table = _table(
-        *("kernel", "model bytes", "DRAM bytes", "read", "written", "ratio"),
+        *("MB", "model", "scratch", "DRAM", "read", "written", "ratio", "with scratch"),
         *("sectors", "per record", "L2 hits", "us", "launches"),
     )
     for k in kernels:
         per_record = k["sectors_per_record"]
         table.add_row(
             k["kernel"],
-            *(f"{k[name]:,}" for name in ("model_nbytes", "dram_nbytes")),
-            *(f"{k[name]:,}" for name in ("dram_read_nbytes", "dram_written_nbytes")),
+            f"{k['model_nbytes'] / 1e6:,.2f}",
+            f"{k['scratch_nbytes'] / 1e6:,.2f}" if k["scratch_nbytes"] else "",
+            *(f"{k[f'dram_{way}nbytes'] / 1e6:,.2f}" for way in ("", "read_", "written_")),
             f"{k['ratio']:.2f}",
+            f"{k['ratio_with_scratch']:.2f}" if k["scratch_nbytes"] else "",
             f"{k['sectors']:,}",
             "" if per_record is None else f"{per_record:.1f}",
             f"{k['l2_hit_rate']:.0%}",
@@ -148,7 +169,7 @@ def _kernel_table(kernels: list[dict[str, Any]]) -> Table:
 
 def _table(first: str, *rest: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first)
+    table.add_column(first, no_wrap=True)
     for name in rest:
         table.add_column(name, justify="right")
     return table

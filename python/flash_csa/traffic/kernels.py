@@ -1,13 +1,14 @@
 """One call of every kernel of a step, with the bytes that the model expects of it.
 
-`python -m flash_csa.traffic.kernels MODEL CONTEXT BATCH ROWS` is what runs under ncu; it prints the
-calls as one JSON list.
+`python -m flash_csa.traffic.kernels MODEL CONTEXT BATCH ROWS GLOB` is what runs under ncu, for the
+kernels whose names match; it prints the calls as one JSON list.
 """
 
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -28,17 +29,20 @@ from . import ncu
 from .model import Shape
 
 CHUNK = 1 << 15  # records quantised at a time
+NEAR = 1024  # records
 SCORES_LIMIT = 8 << 30  # bytes of a score matrix that is still made
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call and its model. records: cache records that it reads or writes."""
+    """A call and its model. records: cache records that it reads or writes. scratch: bytes of the
+    workspace that it writes and reads."""
 
     name: str
     cost: cost.Cost
     records: int
     call: Any
+    scratch: int = 0
 
 
 class Calls:
@@ -107,7 +111,7 @@ class Calls:
             if not layer.reads_pool:  # the same call
                 yield self._quantize(costs["quantize_query"], suffix)
             yield from self._index(layer, costs, suffix)
-        yield self._attend(layer, costs["attend"], suffix)
+        yield from self._attend(layer, costs["attend"], suffix)
 
     def _costs(self, layer: Layer) -> dict[str, cost.Cost]:
         shape = self.shape
@@ -220,7 +224,8 @@ class Calls:
             workspace=step.workspace,
             out=(step.selection, step.pool if layer.builds_pool else None),
         )
-        yield Kernel(stage + suffix, expected, keys, call)
+        entries = 0 if layer.reads_pool else int(step.n_vis(layer.ratio).sum())
+        yield Kernel(stage + suffix, expected, keys, call, cost.score_scratch(entries))
         if not layer.reads_pool:
             yield from self._two_steps(layer, scan, keys, suffix)
 
@@ -247,24 +252,28 @@ class Calls:
         yield Kernel("index_scores" + suffix, expected, keys, call)
         chosen = Selection.empty(rows, plan.topk, self.device)
         built = plan.pool_blocks if layer.builds_pool else 0
-        pool = Pool.empty(rows, built, self.device) if built else None
-        call = partial(
-            select,
-            scores,
-            self.batch,
-            plan.topk,
-            scan["schedule"],
-            block_table=scan["block_table"],
-            ratio=layer.ratio,
-            page_size=page_size,
-            pool_blocks=built,
-            workspace=workspace,
-            out=(chosen, pool),
-        )
-        expected = cost.select(rows=rows, entries=entries, k=plan.topk, pool_blocks=built)
-        yield Kernel("select" + suffix, expected, 0, call)
+        for blocks in dict.fromkeys((built, 0)):
+            pool = Pool.empty(rows, blocks, self.device) if blocks else None
+            call = partial(
+                select,
+                scores,
+                self.batch,
+                plan.topk,
+                scan["schedule"],
+                block_table=scan["block_table"],
+                ratio=layer.ratio,
+                page_size=page_size,
+                pool_blocks=blocks,
+                workspace=workspace,
+                out=(chosen, pool),
+            )
+            expected = cost.select(rows=rows, entries=entries, k=plan.topk, pool_blocks=blocks)
+            without = "" if blocks == built else ": no pool"
+            yield Kernel(f"select{suffix}{without}", expected, 0, call)
 
-    def _attend(self, layer: Layer, expected: cost.Cost, suffix: str) -> Kernel:
+    def _attend(self, layer: Layer, expected: cost.Cost, suffix: str) -> Iterator[Kernel]:
+        """The call; the same with rows that are never cut, which has no partial results; and where
+        all rows select among NEAR records, which the L2 holds."""
         step, rows, heads = self.step, self.batch.num_rows, self.plan.heads
         kind = "window" if layer.kv_source is None else "attend"
         kind = "contiguous" if layer.contiguous else kind
@@ -290,9 +299,20 @@ class Calls:
             lse=torch.empty(rows, heads, device=self.device),
         )
         mode = " after reindex" if layer.mode == "reindex" else ""
-        records = expected.bytes["main codes"] // RECORDS[self.spec.main].data_bytes
-        records += expected.bytes["window"] // RECORDS[self.spec.window].bytes
-        return Kernel(f"attend{mode}{suffix}", expected, records, call)
+        name = f"attend{mode}{suffix}"
+        main, window = RECORDS[self.spec.main], RECORDS[self.spec.window]
+        unique = expected.bytes["main codes"] // main.data_bytes
+        records = unique + expected.bytes["window"] // window.bytes
+        yield Kernel(name, expected, records, call)
+        yield Kernel(f"{name}: rows whole", expected, records, partial(call, batch_invariant=True))
+        if "selection" in arguments:
+            chosen = step.selection
+            near = replace(chosen, slots=torch.where(chosen.slots < 0, -1, chosen.slots % NEAR))
+            few = min(NEAR, unique)
+            fewer = {"main codes": few * main.data_bytes, "main scales": few * main.scale_bytes}
+            expected = replace(expected, bytes={**expected.bytes, **fewer})
+            records += few - unique
+            yield Kernel(f"{name}: near records", expected, records, partial(call, selection=near))
 
     def _stores(self) -> Iterator[Kernel]:
         """store and load of as many main records as a chunk has rows, at the first pages."""
@@ -306,14 +326,16 @@ class Calls:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs every kernel, cold, once warm, and prints their models."""
-    model, *numbers = arguments
+    """Runs every kernel, those that match once more and cold, and prints their models."""
+    model, *numbers, glob = arguments
     plan = LayerPlan.from_config(model)
     shape = Shape(*map(int, numbers))
     calls = Calls(plan, CacheSpec.for_plan(plan), shape, "cuda")
     printed = []
     for kernel in calls.kernels():
-        kernel.call()
+        kernel.call()  # later ones read what it writes
+        if not fnmatch(kernel.name, glob):
+            continue
         with ncu.region():
             ncu.mark()
             kernel.call()
@@ -323,6 +345,7 @@ def main(arguments: list[str]) -> None:
                 "bytes": dict(kernel.cost.bytes),
                 "flops": kernel.cost.flops,
                 "records": kernel.records,
+                "scratch": kernel.scratch,
             }
         )
     print(json.dumps(printed))

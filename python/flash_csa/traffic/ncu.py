@@ -1,6 +1,9 @@
 """Nsight Compute: DRAM bytes, sectors, hit rates and times of the kernels of a Python program.
 
 The program marks what is measured, see `region` and `mark`: kernels between two marks are one item.
+An item starts with a cold L2, which its kernels share. So what one of them leaves there for the
+next crosses DRAM only where it does so in use, as long as a kernel runs once: the metrics of a
+group are those that the counters take in one pass. The program runs once for each group.
 """
 
 import contextlib
@@ -10,18 +13,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-METRICS = {
-    "read": "dram__bytes_read.sum",
-    "written": "dram__bytes_write.sum",
+DRAM = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
+L2 = {
     "sectors": "lts__t_sectors_op_read.sum",
     "hit_rate": "lts__t_sector_hit_rate.pct",
     "time": "gpu__time_duration.sum",
 }
+METRICS = DRAM | L2
 MARK = "probe_kernel"
 TIMEOUT = 420  # seconds
+FLUSH_NBYTES = 1 << 28  # five times the L2
 
 
 class Unavailable(RuntimeError):
@@ -30,7 +34,8 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Counted:
-    """The kernels of one item. hit_rate: of the L2, 0 to 1, weighted by sectors."""
+    """The kernels of one item. hit_rate: of the L2, 0 to 1, weighted by sectors. What was not
+    asked for is 0."""
 
     launches: int
     read_nbytes: int
@@ -51,7 +56,9 @@ def find() -> str | None:
     return shutil.which("ncu", path=path)
 
 
-def profile(arguments: Sequence[str]) -> tuple[list[Counted], str]:
+def profile(
+    arguments: Sequence[str], groups: Sequence[Mapping[str, str]] = (DRAM, L2)
+) -> tuple[list[Counted], str]:
     """Runs `python arguments` under ncu; its items in order, and what it printed.
 
     Raises:
@@ -60,12 +67,18 @@ def profile(arguments: Sequence[str]) -> tuple[list[Counted], str]:
     program = find()
     if program is None:
         raise Unavailable("there is no ncu here")
+    runs = [_run(program, arguments, list(group.values())) for group in groups]
+    return parse(*(text for text, _ in runs)), runs[-1][1]
+
+
+def _run(program: str, arguments: Sequence[str], metrics: list[str]) -> tuple[str, str]:
+    """ncu's log, and what the program printed."""
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "ncu.csv")
         command = [program, "--csv", "--page", "raw", "--print-units", "base", "--log-file", log]
-        command += ["--clock-control", "none", "--cache-control", "all"]
+        command += ["--clock-control", "none", "--cache-control", "none"]
         command += ["--profile-from-start", "off", "--target-processes", "all"]
-        command += ["--metrics", ",".join(METRICS.values()), sys.executable, *arguments]
+        command += ["--metrics", ",".join(metrics), sys.executable, *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         except subprocess.TimeoutExpired as error:
@@ -79,14 +92,15 @@ def profile(arguments: Sequence[str]) -> tuple[list[Counted], str]:
         lines = errors or done.stderr.strip().splitlines()[-1:]
         said = lines[0] if lines else f"exit code {done.returncode}"
         raise Unavailable(f"ncu: {said.removeprefix('==ERROR==').strip()}")
-    return parse(text), done.stdout
+    return text, done.stdout
 
 
-def parse(text: str) -> list[Counted]:
-    """Items of ncu's CSV log: runs of kernels after each mark."""
-    lines = [line for line in text.splitlines() if line.startswith('"')]
+def parse(*logs: str) -> list[Counted]:
+    """Items of ncu's CSV logs of one program: runs of kernels after each mark."""
+    tables = [csv.DictReader(line for line in log.splitlines() if line[:1] == '"') for log in logs]
     items: list[list[dict[str, str]]] = []
-    for row in csv.DictReader(lines):
+    for rows in zip(*tables, strict=True):
+        row = {name: value for part in rows for name, value in part.items()}
         if not row["ID"]:  # the units
             continue
         if MARK in row["Kernel Name"]:
@@ -98,7 +112,7 @@ def parse(text: str) -> list[Counted]:
 
 def _counted(rows: list[dict[str, str]]) -> Counted:
     values = [
-        {name: float(row[metric].replace(",", "")) for name, metric in METRICS.items()}
+        {name: float(row.get(metric, "0").replace(",", "")) for name, metric in METRICS.items()}
         for row in rows
     ]
     sectors = sum(value["sectors"] for value in values)
@@ -115,9 +129,14 @@ def _counted(rows: list[dict[str, str]]) -> Counted:
 
 @contextlib.contextmanager
 def region() -> Iterator[None]:
-    """In the measured program: kernels inside are measured."""
+    """In the measured program: kernels inside are measured; the L2 is cold at first.
+
+    Reads fill it, since lines that were written would be counted when the measured kernels evict
+    them.
+    """
     import torch
 
+    torch.zeros(FLUSH_NBYTES, dtype=torch.uint8, device="cuda").view(torch.int64).sum()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     try:

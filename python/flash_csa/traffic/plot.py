@@ -11,6 +11,7 @@ from ..records import RECORDS
 CONTEXTS = (16_384, 65_536, 131_072, 262_144, 524_288, 1_048_576)
 # Roofs of an H200 as measured there: bytes/s of a streaming read, FLOP/s of library GEMMs.
 READ, BF16_RATE, FP8_RATE = 4.6e12, 797e12, 1362e12
+ROW_KEYS = ("stage", "device", "flops", "bytes", "tflops")  # what the roofline needs of a row
 
 
 def formats() -> dict[str, tuple[int, int]]:
@@ -28,7 +29,7 @@ def save(plan: LayerPlan, rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes the figure. rows: of the benchmark; without any there is no roofline.
 
     Raises:
-        ValueError: matplotlib is missing.
+        ValueError: matplotlib is missing, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -41,7 +42,10 @@ def save(plan: LayerPlan, rows: Sequence[dict[str, Any]], path: Path) -> None:
     _stack(axes[0], plan)
     if kernels:
         _roofline(axes[1], kernels)
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ValueError(f"flash_csa.traffic: --plot: {error}") from error
 
 
 def _stack(axes: Any, plan: LayerPlan) -> None:
