@@ -35,6 +35,7 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
+    if (takes_few_rows(p, num_sms)) return attend_few_rows(p, num_sms, stream);
     if (takes_few_heads(p)) return attend_few_heads(p, num_sms, stream);
     SplitPlan plan;
     plan.head_blocks = (p.heads + kHeadBlock - 1) / kHeadBlock;

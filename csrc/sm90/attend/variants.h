@@ -20,6 +20,9 @@ cudaError_t attend_few_heads(const AttendParams& p, int num_sms, cudaStream_t st
 // Those of at most 8 heads and many rows, or of any batch that may not change a row's bits.
 bool takes_eight_heads(const AttendParams& p);
 cudaError_t attend_eight_heads(const AttendParams& p, int num_sms, cudaStream_t stream);
+// Rows that do not fill the SMs, in clusters, of bounded lists of the same records.
+bool takes_few_rows(const AttendParams& p, int num_sms);
+cudaError_t attend_few_rows(const AttendParams& p, int num_sms, cudaStream_t stream);
 // Adds up the partial results of the rows that were cut.
 cudaError_t attend_reduce(const AttendParams& p, const SplitPlan& plan, cudaStream_t stream);
 

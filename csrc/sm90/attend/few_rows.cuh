@@ -1,0 +1,168 @@
+// Parts of few_rows.cu: shared memory, products, records into a tile.
+//
+// Records are on M of both products, heads on N. A warpgroup has 128 dims (two panels of 64) of
+// the tile and of the output; a part of the warpgroups' logits is the sum over their dims.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cstdint>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "core/schedule.h"
+#include "sm90/attend/dequant.cuh"
+#include "sm90/attend/few_heads.cuh"
+#include "sm90/common/wgmma.cuh"
+
+namespace flash_csa::sm90::few_rows {
+
+using few_heads::Places;
+
+inline constexpr int kWarpgroup = 128;
+inline constexpr int kGroups = 4;
+inline constexpr int kThreads = kGroups * kWarpgroup;
+inline constexpr int kWarps = kThreads / 32;
+
+inline constexpr int kTile = kAttendTile;
+inline constexpr int kPanels = kHeadDim / kPanelColumns;
+inline constexpr int kGroupPanels = kPanels / kGroups;
+static_assert(kGroupPanels == 2);
+
+// Logits: so many warpgroups take a part of the dims each. With 64 heads one reads the operands at
+// the rate of the tensor cores; what a part costs is 64 x 64 floats stored and read again.
+template <int kHeads>
+inline constexpr int kParts = kHeads == 64 ? 1 : kGroups;
+
+// Warps that start copies, and records of each: with 64 heads not those of the warpgroup that
+// multiplies for all, whose instructions wait behind its products.
+template <int kHeads>
+inline constexpr int kCopiers = kHeads == 64 ? 8 : kWarps;
+template <int kHeads>
+inline constexpr int kFirstCopier = kHeads == 64 ? 4 : 0;
+template <int kHeads>
+inline constexpr int kCopierRecords = kTile / kCopiers<kHeads>;
+
+// Floats between the logits of two heads, and between the outputs of two heads: an accumulator
+// fragment's two heads and eight rows lie in different banks.
+inline constexpr int kLogitPitch = kTile + 4;
+inline constexpr int kOutPitch = kHeadDim + 4;
+
+inline constexpr Record kMain = record(RecordId::MainFp4), kWindow = record(RecordId::WindowFp8);
+
+template <int kHeads>
+struct Shared {
+    float keep[kHeads];              // weight of the earlier tiles
+    float max[kHeads], sum[kHeads];  // of all tiles
+    float sink[kHeads];
+    uint8_t present[2][kCopiers<kHeads>];  // a bit per record, of tiles in turns
+    cutlass::arch::ClusterTransactionBarrier arrived;
+    // After the last tile kv and what follows hold the output: f32 [kHeads][kOutPitch].
+    // kv: BF16 values * 2^-8, [panel][record][dim].
+    alignas(1024) uint8_t kv[kPanels][kTile][kPanelRowBytes];
+    uint8_t q[kPanels][kHeads][kPanelRowBytes];  // [panel][head][dim], paired dims
+    uint8_t p[kHeads][kPanelRowBytes];           // weights [head][record]
+    float logits[kParts<kHeads>][kHeads][kLogitPitch];
+    uint8_t raw[kTile * kWindow.bytes()];  // records as they are in memory
+
+    __device__ float* out() { return reinterpret_cast<float*>(kv); }
+};
+
+// ---- Products
+
+template <int kCols>
+struct Atoms;
+#define FCSA_FEW_ROWS_ATOMS(n)                                                                 \
+    template <>                                                                                \
+    struct Atoms<n> {                                                                          \
+        using Logits =                                                                         \
+            detail::gmma::MMA_64x##n##x16_F32BF16BF16_SS<detail::Major::K, detail::Major::K>;  \
+        using Values =                                                                         \
+            detail::gmma::MMA_64x##n##x16_F32BF16BF16_SS<detail::Major::MN, detail::Major::K>; \
+    };
+FCSA_FEW_ROWS_ATOMS(16)
+FCSA_FEW_ROWS_ATOMS(32)
+FCSA_FEW_ROWS_ATOMS(64)
+#undef FCSA_FEW_ROWS_ATOMS
+
+// d [64 records, kCols heads] (+)= kv [64, 16 dims] . q [kCols, 16 dims]^T.
+template <int kCols>
+__device__ __forceinline__ void multiply_logits(uint64_t kv, uint64_t q, float (&d)[kCols / 2],
+                                                bool accumulate) {
+    detail::multiply<typename Atoms<kCols>::Logits>(kv, q, d, accumulate,
+                                                    std::make_index_sequence<kCols / 2>{});
+}
+
+// d [64 dims, kCols heads] (+)= kv [16 records, 64 dims]^T . p [kCols, 16 records]^T.
+template <int kCols>
+__device__ __forceinline__ void multiply_values(uint64_t kv, uint64_t p, float (&d)[kCols / 2],
+                                                bool accumulate) {
+    detail::multiply<typename Atoms<kCols>::Values>(kv, p, d, accumulate,
+                                                    std::make_index_sequence<kCols / 2>{});
+}
+
+// ---- Records
+
+// A warpgroup's 128 dims of a tile's records: units of 16 bytes of codes. Eight lanes of a warp
+// have the same unit of eight records: these lie, as read and as written, in different banks.
+template <RecordId kId>
+struct Reader;
+
+template <>
+struct Reader<RecordId::MainFp4> {
+    static constexpr Record kRecord = kMain;
+    static_assert(kRecord.group == 16, "two scales a unit");
+    static constexpr int kSteps = 2;  // of 8 records a warp, all four units of each
+
+    // 16 bytes on after every four: 8 records' units lie in 8 groups of banks.
+    static __device__ __forceinline__ int place(int row) {
+        return row * kRecord.bytes() + row / 4 * 16;
+    }
+    static __device__ __forceinline__ int row(int warp, int lane, int step) {
+        return 16 * warp + 8 * step + lane % 8;
+    }
+    static __device__ __forceinline__ void write(const uint8_t* at, bool there, int group, int lane,
+                                                 int, int row, uint8_t* kv) {
+        const int unit = lane / 8;
+        uint4 codes = *reinterpret_cast<const uint4*>(at + 64 * group + 16 * unit);
+        uint32_t scales =
+            *reinterpret_cast<const uint16_t*>(at + kRecord.data_bytes + 8 * group + 2 * unit);
+        if (!there) codes = make_uint4(0, 0, 0, 0), scales = 0;
+        const uint2 factor = e4m3_factors(scales);
+        uint8_t* panel = kv + unit / 2 * (kTile * kPanelRowBytes);
+        const auto put = [&](int chunk, uint4 values) {
+            *reinterpret_cast<uint4*>(panel + panel_offset(row, unit % 2 * 4 + chunk)) = values;
+        };
+        put(0, e2m1_paired(codes.x, factor.x));
+        put(1, e2m1_paired(codes.y, factor.x));
+        put(2, e2m1_paired(codes.z, factor.y));
+        put(3, e2m1_paired(codes.w, factor.y));
+    }
+};
+
+template <>
+struct Reader<RecordId::WindowFp8> {
+    static constexpr Record kRecord = kWindow;
+    static_assert(kRecord.group == 32, "a scale for two units");
+    static constexpr int kSteps = 4;  // of 8 records a warp, four of eight units of each
+
+    static __device__ __forceinline__ int place(int row) { return row * kRecord.bytes(); }
+    static __device__ __forceinline__ int row(int warp, int lane, int step) {
+        return 16 * warp + 8 * (step / 2) + lane % 8;
+    }
+    static __device__ __forceinline__ void write(const uint8_t* at, bool there, int group, int lane,
+                                                 int step, int row, uint8_t* kv) {
+        const int unit = lane / 8;  // of the panel step % 2
+        uint4 codes =
+            *reinterpret_cast<const uint4*>(at + 128 * group + 64 * (step % 2) + 16 * unit);
+        uint32_t scale = at[kRecord.data_bytes + 4 * group + 2 * (step % 2) + unit / 2];
+        if (!there) codes = make_uint4(0, 0, 0, 0), scale = 0;
+        const uint32_t factor = ue8m0_factor(scale);
+        uint8_t* panel = kv + step % 2 * (kTile * kPanelRowBytes);
+        *reinterpret_cast<uint4*>(panel + panel_offset(row, 2 * unit)) =
+            e4m3_paired(codes.x, codes.y, factor);
+        *reinterpret_cast<uint4*>(panel + panel_offset(row, 2 * unit + 1)) =
+            e4m3_paired(codes.z, codes.w, factor);
+    }
+};
+
+}  // namespace flash_csa::sm90::few_rows
