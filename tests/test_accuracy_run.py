@@ -249,8 +249,12 @@ def test_command_exits_1_on_a_failed_check(tmp_path):
     failed = invoke(*command)
     assert failed.exit_code == 1
     assert "FAILS  main KV: E2M1 / E4M3 per 16, values that differ" in failed.stdout
+    assert "checks hold; first to fail in the order of the data flow: main KV" in failed.stdout
     page = (tmp_path / "report.html").read_text()
-    assert "First axis: main KV" in page and "Kernel error beside format error" in page
+    assert (
+        "in the order of the data flow: main KV." in page
+        and "Kernel error beside format error" in page
+    )
 
 
 def test_kernels(tmp_path):

@@ -7,7 +7,6 @@ from typing import Any
 
 from . import plots, summary
 from .baseline import Regression
-from .checks import AXES
 
 STYLE = """
 :root { color-scheme: light; }
@@ -62,11 +61,12 @@ def page(
 
 
 def _verdict(run: Mapping[str, Any], regressions: Sequence[Regression] | None) -> str:
-    failed = [check for check in run["checks"] if not check["holds"]]
-    axes = [axis for axis in AXES if axis in {check["axis"] for check in failed}]
-    total = len(run["checks"])
+    failed, total = summary.failures(run), len(run["checks"])
     if failed:
-        text = f'<p class="bad">{len(failed)} of {total} checks fail. First axis: {axes[0]}.</p>'
+        text = (
+            f'<p class="bad">{len(failed)} of {total} checks fail, first in the order of the data '
+            f"flow: {escape(failed[0]['axis'])}. There the fault lies.</p>"
+        )
     else:
         text = f'<p class="ok">All {total} known truths and stage comparisons hold.</p>'
     if regressions is not None:
@@ -84,7 +84,7 @@ def _verdict(run: Mapping[str, Any], regressions: Sequence[Regression] | None) -
                 escape(c["held"]),
             ],
         )
-        for c in sorted(run["checks"], key=lambda c: c["holds"])
+        for c in [*failed, *(c for c in run["checks"] if c["holds"])]
     ]
     header = ["axis", "check", "back end", "found", "allowed", "samples", "held fixed"]
     table = _table(header, rows, text={1, 6})

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..configs import V41_FLASH
+from .checks import AXES
 
 DECLARED = V41_FLASH["max_position_embeddings"]
 EFFECTIVE = 0.9  # share of rows that must be answered
@@ -27,6 +28,12 @@ FACTS = {
     "comparisons_per_query_and_layer": "comparisons/layer",
     "positions": "pool",
 }
+
+
+def failures(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The checks that fail, in the order of the data flow: a fault lies at the first one's axis."""
+    failed = [check for check in run["checks"] if not check["holds"]]
+    return sorted(failed, key=lambda check: AXES.index(check["axis"]))
 
 
 def views(run: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:

@@ -161,7 +161,7 @@ def show(
             cells = (f"{each[k]:,}" for k in keys)
             table.add_row(f"{each['variant']} ({each['backend']})", *cells)
         console.print(table)
-    failed = [check for check in result["checks"] if not check["holds"]]
+    failed = summary.failures(result)
     for check in failed:
         console.print(
             f"FAILS  {check['axis']}: {check['name']} ({check['backend']}): "
@@ -169,7 +169,9 @@ def show(
             f"{summary.number(check['high'])}",
             soft_wrap=True,
         )
-    console.print(f"{len(result['checks']) - len(failed)} of {len(result['checks'])} checks hold")
+    held = f"{len(result['checks']) - len(failed)} of {len(result['checks'])} checks hold"
+    first = f"; first to fail in the order of the data flow: {failed[0]['axis']}" if failed else ""
+    console.print(held + first, soft_wrap=True)
     if worse is not None:
         axes = ", ".join(dict.fromkeys(r.axis for r in worse))
         console.print(
