@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 # The axes, in the order of the data flow: the first that fails is where a fault lies.
 AXES = (
+    "visibility",
     "compression",
     "main KV",
     "window KV",
@@ -12,8 +13,10 @@ AXES = (
     "index scores",
     "pool",
     "selection",
+    "reindex",
     "reuse",
     "attention",
+    "group",  # all of them at work: at fault only where no stage is
 )
 
 

@@ -1,28 +1,31 @@
 """The library's ops as a back end: records in pages of permuted ids, one request for each row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..attend import attend
+from ..attend import attend, merge
 from ..batch import Batch
 from ..cache import ceil_div
 from ..compress import Tail, compress
-from ..index import index_scores, quantize_query
+from ..index import IndexQuery, index_scores, quantize_query
 from ..plan import POOL_BLOCK
 from ..records import Pages
 from ..reference import index as reference
-from ..select import Pool, Selection, select
+from ..reference import pages as reference_pages
+from ..select import Pool, Selection, index_select, select
 from ..sizes import default_num_sms
-from ..step import Window, schedule
-from ..store import load, store
+from ..step import Window, schedule, step_slots
+from ..store import load, rope_store, store
 from .activations import EPS, Activations
 from .backends import Formula, Stored, Where
-from .formats import Variant
+from .formats import MAIN_FP8, Variant
 from .library_group import run_group
 
 PAGE_SIZE = 64
+RING = 3  # pages of a window: the least that hold 128 records wherever they begin
 CHUNK = 769  # rows of a call to compress: cuts groups of 2, 4 and 128 tokens
 MAX_K = 1 << 16
 
@@ -77,6 +80,23 @@ class Compiled(Formula):
         store(rows.to(torch.bfloat16).contiguous(), held.pages, slots)
         return held.read(len(rows), variant)
 
+    def bytes_of(self, stored: Stored) -> Tensor:
+        """u8 [N, bytes]: codes and scales of every record, found without an op."""
+        held, record = stored.held, stored.variant.record
+        slots = held.slots(torch.arange(len(stored.values), device=held.table.device)).cpu()
+        return torch.cat(
+            reference_pages.read_rows(held.pages.data.cpu(), slots, record, PAGE_SIZE), 1
+        )
+
+    def rope_store(
+        self, q: Tensor, kv: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Stored]:
+        """q bf16 [R, H, 512] rotated, and window records of the rows kv bf16 [R, 512]."""
+        held, q = Held.empty(ceil_div(len(kv), PAGE_SIZE), MAIN_FP8, kv.device), q.clone()
+        slots = held.slots(torch.arange(len(kv), device=kv.device))
+        rope_store(q, kv.contiguous(), held.pages, slots, positions.int(), cos_sin)
+        return q, held.read(len(kv), MAIN_FP8)
+
     def compress(
         self, inputs: Activations, ratio: int, cos_sin: Tensor, main: Variant, index: Variant
     ) -> tuple[Stored, Stored]:
@@ -112,6 +132,31 @@ class Compiled(Formula):
             )
         return held.read(count, main), keys.read(count, index)
 
+    def step(self, positions: Tensor, ratio: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What a step finds for rows at `positions` i64 [R], each a request of its own: window
+        positions i64 [R, 128] and the entry that the row closes i64 [R], -1 none; the number of
+        entries that it sees i64 [R]."""
+        device, count = positions.device, ceil_div(int(positions.max()) + 1, ratio * PAGE_SIZE)
+        table = torch.randperm(count, generator=torch.Generator().manual_seed(count)).to(device)
+        ring = torch.tensor([2, 0, 1], device=device)
+        made = step_slots(
+            Batch.build(positions.tolist(), [1] * len(positions), device=device),
+            [table.int().repeat(len(positions), 1)],
+            ring.int().repeat(len(positions), 1),
+            ratios=[ratio],
+            page_sizes=[PAGE_SIZE],
+            window_page_size=PAGE_SIZE,
+        )
+        # The latest position up to the row's own that the ring keeps in such a slot.
+        held = _positions(made.lists.slots.long(), ring)
+        recent = positions[:, None] - (positions[:, None] - held) % (RING * PAGE_SIZE)
+        listed = torch.arange(held.shape[1], device=device) < made.lists.lengths[:, None]
+        return (
+            torch.where(listed & (held >= 0), recent, -1),
+            _positions(made.entry_slots[0].long(), table),
+            made.n_vis[0].long(),
+        )
+
     def group(self, inputs: Activations, k: int, cos_sin: Tensor) -> list[Tensor]:
         """f32 [Q, H, 512] of each layer of the group, through the library's own layers."""
         return run_group(inputs, k, cos_sin)
@@ -125,17 +170,64 @@ class Compiled(Formula):
         return Stored(values.to(index_q.device), variant, made)
 
     def scores(self, query: Stored, keys: Stored, weights: Tensor, where: Where) -> Tensor:
-        rows = _Rows(where, len(keys.values), index_heads=weights.shape[1])
-        scores = index_scores(
+        return self._scores(query, keys, weights, where)[:, : len(keys.values)]
+
+    def scores_inside(
+        self, query: Stored, keys: Stored, weights: Tensor, where: Where, pool: Tensor
+    ) -> Tensor:
+        """f32 [Q, 8 * blocks]: of the positions in `pool` i64 [Q, blocks], -1 padded, alone."""
+        return self._scores(query, keys, weights, where, pool)
+
+    def index_select(
+        self,
+        query: Stored,
+        keys: Stored,
+        weights: Tensor,
+        where: Where,
+        k: int,
+        *,
+        blocks: int = 0,
+        pool: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """i64 [Q, k]: `select` of `scores`, or inside `pool`, in one op as layers call it; and the
+        pool i64 [Q, blocks] of as many `blocks`."""
+        width = blocks if pool is None else pool.shape[1]
+        rows = _Rows(where, len(keys.values), index_heads=weights.shape[1], k=k, pool_blocks=width)
+        selection, built = index_select(
+            *self._index(query, keys, weights, rows, pool is not None),
+            k,
+            ratio=where.ratio,
+            pool_blocks=blocks,
+            pool=_pool(pool),
+        )
+        return selection.positions.long(), None if built is None else built.blocks.long()
+
+    def _scores(
+        self,
+        query: Stored,
+        keys: Stored,
+        weights: Tensor,
+        where: Where,
+        pool: Tensor | None = None,
+    ) -> Tensor:
+        blocks = 0 if pool is None else pool.shape[1]
+        heads = weights.shape[1]
+        rows = _Rows(where, len(keys.values), index_heads=heads, pool_blocks=blocks)
+        index = self._index(query, keys, weights, rows, pool is not None)
+        return index_scores(*index, ratio=where.ratio, pool=_pool(pool))
+
+    def _index(
+        self, query: Stored, keys: Stored, weights: Tensor, rows: "_Rows", inside: bool
+    ) -> tuple[IndexQuery, Pages, Tensor, Batch, Tensor, Tensor]:
+        """The arguments that index_scores and index_select share."""
+        return (
             query.held,
             keys.held.pages,
             weights.float(),
             rows.batch,
             rows.block_table(keys.held.table),
-            rows.section("index"),
-            ratio=where.ratio,
+            rows.section("reindex" if inside else "index"),
         )
-        return scores[:, : len(keys.values)]
 
     def pool(self, scores: Tensor, where: Where, blocks: int, block: int) -> Tensor:
         if block != POOL_BLOCK:
@@ -156,8 +248,7 @@ class Compiled(Formula):
             return self._select(scores, rows, min(k, MAX_K))[0].positions.long()
         columns = (pool[:, :, None] * block + torch.arange(block, device=pool.device)).flatten(1)
         inside = scores.gather(1, columns.clamp(min=0, max=scores.shape[1] - 1))
-        candidates = Pool(pool.int(), (pool >= 0).sum(1).int())
-        return self._select(inside, rows, k, pool=candidates)[0].positions.long()
+        return self._select(inside, rows, k, pool=_pool(pool))[0].positions.long()
 
     def _select(self, scores: Tensor, rows: "_Rows", k: int, **pool):
         missing = rows.pages * PAGE_SIZE - scores.shape[1]
@@ -182,6 +273,44 @@ class Compiled(Formula):
         window_lists: Tensor,
         sink: Tensor,
     ) -> Tensor:
+        return self._attend(q, main, lists, window, window_lists, sink=sink)
+
+    def attend_part(
+        self, q: Tensor, main: Stored, lists: Tensor, window: Stored, window_lists: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Without a sink: the output, and f32 [Q, H] the log of the sum of exponentials."""
+        lse = torch.empty(q.shape[:2], device=q.device)
+        return self._attend(q, main, lists, window, window_lists, lse=lse), lse
+
+    def merge(self, parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor) -> Tensor:
+        """f32 [Q, H, 512]: attention over the records of all `parts`, of attend_part."""
+        outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
+        out = torch.empty(outs.shape[1:], dtype=self.out, device=outs.device)
+        return merge(outs.to(self.out), lses, sink=sink, out=out).float()
+
+    def attend_back(
+        self,
+        q: Tensor,
+        main: Stored,
+        lists: Tensor,
+        window: Stored,
+        window_lists: Tensor,
+        sink: Tensor,
+        derotate: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """The output turned back, as layers write it: derotate are positions and table."""
+        back = (derotate[0].int(), derotate[1])
+        return self._attend(q, main, lists, window, window_lists, sink=sink, derotate=back)
+
+    def _attend(
+        self,
+        q: Tensor,
+        main: Stored,
+        lists: Tensor,
+        window: Stored,
+        window_lists: Tensor,
+        **options,
+    ) -> Tensor:
         where = Where(torch.zeros(len(q), device=q.device).long(), 1)
         rows = _Rows(where, 1, heads=q.shape[1], k=lists.shape[1])
         lengths = torch.full((len(q),), lists.shape[1], dtype=torch.int32, device=q.device)
@@ -192,10 +321,21 @@ class Compiled(Formula):
             selection=Selection(lists.int(), main.held.slots(lists), lengths),
             window_pages=window.held.pages,
             window=Window(window.held.slots(window_lists), recent),
-            sink=sink,
             schedule=rows.section("attend"),
             out=torch.empty(q.shape, dtype=self.out, device=q.device),
+            **options,
         ).float()
+
+
+def _positions(slots: Tensor, table: Tensor) -> Tensor:
+    """i64: where `slots` lie by a table of pages i64 [pages], -1 where on none of them."""
+    pages = table.argsort()
+    held = pages[(slots // PAGE_SIZE).clamp(0, len(pages) - 1)] * PAGE_SIZE + slots % PAGE_SIZE
+    return torch.where((slots >= 0) & (slots < len(pages) * PAGE_SIZE), held, -1)
+
+
+def _pool(blocks: Tensor | None) -> Pool | None:
+    return None if blocks is None else Pool(blocks.int(), (blocks >= 0).sum(1).int())
 
 
 class _Rows:

@@ -1,7 +1,9 @@
 """Stage by stage: the back end under test against the formulas, on equal inputs.
 
 What is left here is kernel error alone; a fault shows at its own stage, since every stage is fed
-with what the formulas made of the ones before.
+with what the formulas made of the ones before, or compared with what the back end itself makes of
+the same by a plainer way. What a back end has beyond `Formula` is compared where it is there:
+`Compiled` names it.
 """
 
 from collections.abc import Iterator
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from ..reference import index
 from ..reference.quant import quantize
+from ..reference.rope import derotate
 from .activations import Shape
-from .backends import Stored
+from .backends import Stored, Where
 from .case import FORMULA, Case
 from .checks import Check
 from .experiments.reuse import selections
@@ -24,14 +27,16 @@ from .formats import (
     MAIN_FP4,
     MAIN_FP8,
     MIXED_FP8,
+    Variant,
 )
 from .metrics import relative_error
-from .planted import POOL_BLOCK
+from .planted import POOL_BLOCK, WINDOW
 from .synthetic import gaussian
 
 HELD = "inputs of the stage, as the formulas made them"
 # Of attention, by what it writes: BF16 probabilities and output; sums of another order.
 ROUNDING = {"BF16": 6e-3, "FP32": 1e-4}
+LSE = 1e-4  # FP32 logits, relative to the larger of 1 and the value
 BIAS = {"BF16": 5e-4, "FP32": 1e-5}  # how far rounding may shrink or stretch an output on average
 TIED = 4  # values of a score for each standard deviation, where ties are made
 SCORES = 1e-5  # FP32 sums of another order, relative to the row's largest
@@ -43,40 +48,92 @@ CODES, FEW = 0.05, 2  # share, or number, of entries whose pooled value lies on 
 
 def compare(case: Case) -> list[Check]:
     """All stages of `case.backend`."""
-    stages = (_compress, _records, _index, _choices, _attention, _layers)
+    stages = (
+        _step,
+        _compress,
+        _records,
+        _rotated,
+        _index,
+        _choices,
+        _fused,
+        _attention,
+        _beside,
+        _layers,
+    )
     return [check for stage in stages for check in stage(case)]
+
+
+def _step(case: Case) -> Iterator[Check]:
+    """Which records a row may read and which entry it closes."""
+    step = getattr(case.backend, "step", None)
+    if step is None:
+        return
+    early = torch.arange(2 * WINDOW + 1, device=case.inputs.device)
+    positions = torch.cat([early, case.positions])
+    offsets = torch.arange(WINDOW, device=positions.device)
+    lists = (positions[:, None] - (WINDOW - 1)).clamp(min=0) + offsets
+    lists = torch.where(lists <= positions[:, None], lists, -1)
+    for ratio in (1, 2, 4, 128):
+        recent, closed, seen = step(positions, ratio)
+        if ratio == 1:
+            yield _equal("visibility", "positions of the window", recent, lists)
+        ends = (positions + 1) % ratio == 0
+        entries = torch.where(ends, positions // ratio, -1)
+        yield _equal("visibility", f"ratio {ratio}, entries that rows close,", closed, entries)
+        name = f"ratio {ratio}, numbers of visible entries"
+        yield _equal("visibility", name, seen, Where(positions, ratio).n_vis)
 
 
 def _records(case: Case) -> Iterator[Check]:
     for variant in (BF16_MAIN, MAIN_FP4, MAIN_FP8, MIXED_FP8):
         if case.backend.supports(variant):
+            # The window's format shows the window's codec, as main KV too.
+            axis = "window KV" if variant == MAIN_FP8 else "main KV"
             made, expected = case.main(variant), case.main(variant, backend=FORMULA)
-            yield _equal("main KV", f"{variant.name}, values", made.values, expected.values)
-            rows = _edge_rows(variant.dims, case.inputs.device)
-            made = case.backend.store(rows, variant)
-            yield _equal(
-                "main KV", f"{variant.name}, edge values", made.values, variant.round_trip(rows)
-            )
+            yield _equal(axis, f"{variant.name}, values", made.values, expected.values)
+            yield from _edges(case, axis, variant)
     made, expected = case.window(), case.window(FORMULA)
     yield _equal("window KV", "values", made.values, expected.values)
 
 
+def _edges(case: Case, axis: str, variant: Variant) -> Iterator[Check]:
+    rows = _edge_rows(variant.dims, case.inputs.device)
+    made = case.backend.store(rows, variant)
+    yield _equal(axis, f"{variant.name}, edge values", made.values, variant.round_trip(rows))
+    if hasattr(case.backend, "bytes_of"):
+        expected = torch.cat(quantize(rows.cpu(), variant.record), 1)
+        name = f"{variant.name}, bytes of edge values"
+        yield _equal(axis, name, case.backend.bytes_of(made), expected)
+
+
+def _rotated(case: Case) -> Iterator[Check]:
+    """What rotates the window's rows before it stores them, and queries in place."""
+    rope_store, inputs = getattr(case.backend, "rope_store", None), case.inputs
+    if rope_store is None:
+        return
+    tokens = torch.arange(inputs.tokens, device=inputs.device)
+    no_heads = inputs.window_kv[:, None][:, :0]
+    _, window = rope_store(no_heads, inputs.window_kv, tokens, case.cos_sin)
+    yield _equal("window KV", "values, rotated and stored,", window.values, case.window().values)
+    rows = inputs.window_kv[case.positions]
+    q, _ = rope_store(inputs.layers[0].q, rows, case.positions, case.cos_sin)
+    yield _equal("attention", "values of rotated queries", q, case.q(0))
+
+
 def _compress(case: Case) -> Iterator[Check]:
+    """Against what the back end stores of the formulas' entries: its codec cancels out."""
     compress = getattr(case.backend, "compress", None)
     if compress is None:
         return
     for ratio in (1, 2, 4, 128):
         main = MIXED_FP8 if ratio > 2 else MAIN_FP4
         made = compress(case.inputs, ratio, case.cos_sin, main, INDEX_FP4)
-        expected = (
-            case.main(main, ratio, FORMULA),
-            case.keys(INDEX_FP4, ratio, FORMULA),
-        )
-        for kind, ours, theirs in zip(("main", "index"), made, expected, strict=True):
+        stored = case.main(main, ratio), case.keys(INDEX_FP4, ratio)
+        for axis, ours, theirs in zip(("compression", "index keys"), made, stored, strict=True):
             wrong = (ours.values != theirs.values).any(1).double()
             allowed = max(CODES, FEW / len(wrong))
-            name = f"ratio {ratio}, {kind} records that differ"
-            yield Check("compression", name, wrong.mean().item(), 0.0, allowed, len(wrong), HELD)
+            name = f"compressed at ratio {ratio}, {ours.variant.record} records that differ"
+            yield Check(axis, name, wrong.mean().item(), 0.0, allowed, len(wrong), HELD)
 
 
 def _index(case: Case) -> Iterator[Check]:
@@ -88,10 +145,7 @@ def _index(case: Case) -> Iterator[Check]:
             continue
         keys, expected = case.keys(variant), case.keys(variant, backend=FORMULA)
         yield _equal("index keys", f"{variant.name}, values", keys.values, expected.values)
-        rows = _edge_rows(variant.dims, case.inputs.device)
-        made = backend.store(rows, variant)
-        name = f"{variant.name}, edge values"
-        yield _equal("index keys", name, made.values, variant.round_trip(rows))
+        yield from _edges(case, "index keys", variant)
         query = backend.query(queries.index_q, where, case.cos_sin, variant)
         exact = FORMULA.query(queries.index_q, where, case.cos_sin, variant)
         yield _equal("index queries", f"{variant.name}, values", query.values, exact.values)
@@ -139,6 +193,33 @@ def _choices(case: Case) -> Iterator[Check]:
     yield _equal("reuse", "slots that a Reuse layer reads", backend.reuse(lists), lists)
 
 
+def _fused(case: Case) -> Iterator[Check]:
+    """What layers call, scoring and selecting at once and scoring inside a pool alone: against the
+    back end's own scores of everything."""
+    backend, where, layer = case.backend, case.where(), case.inputs.layers[0]
+    if not hasattr(backend, "index_select"):
+        return
+    query = backend.query(layer.index_q, where, case.cos_sin, INDEX_FP4)
+    index = query, case.keys(INDEX_FP4), layer.index_weights, where
+    scores = case.scores(0, INDEX_FP4)
+    blocks = max(1, 2 * case.k // POOL_BLOCK)  # more than a selection takes
+    pool = FORMULA.pool(scores, where, blocks, POOL_BLOCK)
+    made, built = backend.index_select(*index, case.k, blocks=blocks)
+    yield _equal("pool", "blocks, while scoring,", built, pool)
+    lists = FORMULA.select(scores, where, case.k)
+    yield _equal("selection", "slots, while scoring,", made, lists)
+
+    offsets = torch.arange(POOL_BLOCK, device=pool.device)
+    columns = (pool[:, :, None] * POOL_BLOCK + offsets).flatten(1)
+    seen = (columns >= 0) & (columns < where.n_vis[:, None])
+    inside = backend.scores_inside(*index, pool)
+    everywhere = scores.gather(1, columns.clamp(0, scores.shape[1] - 1))
+    yield _equal("reindex", "scores inside a pool, bits", inside[seen], everywhere[seen])
+    made, _ = backend.index_select(*index, case.k, pool=pool)
+    lists = FORMULA.select(scores, where, case.k, pool, POOL_BLOCK)
+    yield _equal("reindex", "slots inside a pool, while scoring,", made, lists)
+
+
 def _attention(case: Case) -> Iterator[Check]:
     lists, recent = case.teacher(0), case.window_lists()
     sink = _balanced_sink(case)
@@ -167,6 +248,45 @@ def _attention(case: Case) -> Iterator[Check]:
                 yield Check("attention", text, scale, -allowed, allowed, out.numel(), HELD)
 
 
+def _beside(case: Case) -> Iterator[Check]:
+    """What attention does beside its sum: the log of the denominator, joining two halves of a list,
+    turning the output back."""
+    backend = case.backend.outputs()["FP32"]
+    if not hasattr(backend, "attend_part"):
+        return
+    main, window, sink = case.main(MAIN_FP4), case.window(), _balanced_sink(case)
+    q, lists, recent = case.q(0), case.teacher(0), case.window_lists()
+    n, half = len(q), lists.shape[1] // 2
+    none = torch.full_like(recent, -1)
+    given = [(lists, recent), (lists[:, :half], recent), (lists[:, half:], none)]
+    (_, lse), *parts = [
+        backend.attend_part(q, main, chosen, window, latest) for chosen, latest in given
+    ]
+    expected = _log_sums(q.float(), main.values, lists, window.values, recent)
+    wrong = ((lse - expected).abs() / expected.abs().clamp(min=1)).max().item()
+    yield Check("attention", "log of the denominator, worst row", wrong, 0.0, LSE, n, HELD)
+
+    expected = FORMULA.attend(q, _same(main), lists, _same(window), recent, sink)
+    worst = relative_error(backend.merge(parts, sink), expected).max().item()
+    name = "two halves of the lists joined, FP32 output, worst row"
+    yield Check("attention", name, worst, 0.0, ROUNDING["FP32"], n, HELD)
+
+    turn = case.positions, case.cos_sin
+    out = backend.attend_back(q, main, lists, window, recent, sink, turn)
+    worst = relative_error(out, derotate(expected, *turn)).max().item()
+    name = "output turned back, worst row"
+    yield Check("attention", name, worst, 0.0, ROUNDING["BF16"], n, HELD)
+
+
+def _log_sums(q: Tensor, main: Tensor, lists: Tensor, window: Tensor, recent: Tensor) -> Tensor:
+    """f32 [Q, H]: log of the sum of exponentials over both lists, row by row."""
+    sums = []
+    for row, chosen, latest in zip(q, lists, recent, strict=True):
+        kv = torch.cat([window[latest[latest >= 0]], main[chosen[chosen >= 0]]])
+        sums.append((row @ kv.T * q.shape[2] ** -0.5).logsumexp(1))
+    return torch.stack(sums)
+
+
 def _balanced_sink(case: Case) -> Tensor:
     """f32 [H]: as much as all selected entries together, so that it counts."""
     q, main = case.q(0).float(), case.main(MAIN_FP4, backend=FORMULA).values
@@ -193,7 +313,6 @@ def _layers(case: Case) -> Iterator[Check]:
     inputs = gaussian(GROUP_TOKENS, GROUP_SHAPE, 0, case.inputs.device)
     small = Case(inputs, GROUP_K)
     chosen, outs = selections(small, inputs.modes, 1.0), group(inputs, GROUP_K, small.cos_sin)
-    axes = {"full": "attention", "reuse": "reuse", "reindex": "selection"}
     for mode in dict.fromkeys(inputs.modes):
         errors = [
             relative_error(outs[layer], small.expected(layer, chosen[layer], MAIN_FP4))
@@ -201,9 +320,9 @@ def _layers(case: Case) -> Iterator[Check]:
             if inputs.modes[layer] == mode
         ]
         mean = torch.stack(errors).mean().item()
-        name = f"{mode} layers of a group, decoded step by step, mean error"
+        name = f"{mode} layers, decoded step by step, mean error"
         held = f"normal data, {GROUP_TOKENS} tokens; the library's own group against the formulas"
-        yield Check(axes[mode], name, mean, 0.0, GROUP, len(errors) * len(small.positions), held)
+        yield Check("group", name, mean, 0.0, GROUP, len(errors) * len(small.positions), held)
 
 
 def _edge_rows(dims: int, device: torch.device) -> Tensor:
