@@ -8,7 +8,10 @@ from attend_data import Case, assert_close, random_case, run, same, selection, s
 from reference_data import randn
 
 
-@pytest.mark.parametrize(("rows", "heads"), [(1, 64), (7, 64), (66, 64), (1, 70), (3, 128)])
+@pytest.mark.parametrize(
+    ("rows", "heads"),
+    [(1, 64), (7, 64), (66, 64), (70, 64), (1, 70), (3, 128), (2, 8), (5, 32), (90, 16)],
+)
 def test_rows_of_a_small_batch(rows, heads, device):
     lengths = [(512, 64, 1, 0, 300, 65, 511)[i % 7] for i in range(rows)]
     windows = [(128, 1, 0, 0, 64, 127, 65)[i % 7] for i in range(rows)]
