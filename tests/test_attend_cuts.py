@@ -8,21 +8,29 @@ from attend_data import Case, assert_close, random_case, run, same, selection, s
 from reference_data import randn
 
 
+@pytest.mark.parametrize("records", ["FP4 and FP8", "MixedFp8"])
 @pytest.mark.parametrize(
     ("rows", "heads"),
     [(1, 64), (7, 64), (66, 64), (70, 64), (1, 70), (3, 128), (2, 8), (5, 32), (90, 16)],
 )
-def test_rows_of_a_small_batch(rows, heads, device):
+def test_rows_of_a_small_batch(rows, heads, records, device):
     lengths = [(512, 64, 1, 0, 300, 65, 511)[i % 7] for i in range(rows)]
     windows = [(128, 1, 0, 0, 64, 127, 65)[i % 7] for i in range(rows)]
-    case = random_case(heads=heads, lengths=lengths, window_lengths=windows, width=512)
+    lists = {"lengths": lengths, "window_lengths": windows, "width": 512}
+    if records == "MixedFp8":
+        lists |= {"main": ("MixedFp8", 64), "window": ("MixedFp8", 64)}
+    case = random_case(heads=heads, **lists)
     assert_close(case, *run(case, device, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("records", ["FP4 and FP8", "MixedFp8"])
 @pytest.mark.parametrize("columns", [[], [0], [63], [64], [511], [1, 300]])
-def test_pieces_without_records(columns, device):
+def test_pieces_without_records(columns, records, device):
     """One record, or none, in ten tiles: the pieces that find nothing weigh nothing."""
-    case = random_case(heads=64, lengths=[512] * 2, window_lengths=[0, 128], width=512)
+    lists = {"lengths": [512] * 2, "window_lengths": [0, 128], "width": 512}
+    if records == "MixedFp8":
+        lists |= {"main": ("MixedFp8", 64), "window": ("MixedFp8", 64)}
+    case = random_case(heads=64, **lists)
     kept = case.selection.slots[:, columns].clone()
     case.selection.slots.fill_(-1)
     case.selection.slots[:, columns] = kept

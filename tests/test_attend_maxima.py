@@ -50,6 +50,17 @@ def test_levels(order, step, heads, batch_invariant, device):
     assert_close(case, out, lse)
 
 
+@pytest.mark.parametrize("rows", [20, 45, 70])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_levels_of_many_rows(heads, rows, device):
+    """Rows that have fewer workers than tiles; all ask the same."""
+    case = leveled_case(heads, 1, "rising", 12.0)
+    many = case.rows(torch.zeros(rows, dtype=torch.int64))
+    out, lse = run(many, device, dtype=torch.bfloat16)
+    for row in (0, rows // 2, rows - 1):
+        assert_close(case, out[row : row + 1], lse[row : row + 1])
+
+
 def test_levels_in_fp32(device):
     case = leveled_case(6, 2, "rising", 12.0)
     assert_close(case, *run(case, device))
