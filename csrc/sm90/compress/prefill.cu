@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(CompressParams p) 
     shared.norm_weight[threadIdx.x] = p.norm_weight[threadIdx.x];
     static_assert(kThreads == kHeadDim);
     __syncthreads();
-    if (p.key_weight && threadIdx.x < 32) shared.weight.fill(p, lane);
+    if (p.key_weight) shared.weight.fill(p, kThreads);
     Group& group = shared.groups[number];
     const int place = warp * kWarpEntries + lane / 8, first = lane % 8 * 4;
     uint16_t* latent = group.latent[place] + first;

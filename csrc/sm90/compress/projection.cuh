@@ -36,17 +36,19 @@ struct KeyWeight {
         cutlass::arch::ClusterTransactionBarrier::init(&filled, 1);
         cutlass::arch::fence_barrier_init();
     }
-    // One warp. No block ends before it has waited.
-    __device__ __forceinline__ void fill(const CompressParams& p, int lane) {
-        if (lane == 0) {
+    // All threads, as a warp issues one bulk copy after the other. No block ends before it has
+    // waited.
+    __device__ __forceinline__ void fill(const CompressParams& p, int threads) {
+        const int thread = static_cast<int>(threadIdx.x);
+        if (thread == 0) {
             cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(
                 &filled, kIndexDim * kHeadDim * sizeof(uint16_t));
         }
-        __syncwarp();
-        for (int key = lane; key < kIndexDim; key += 32) {
-            cute::SM90_BULK_COPY_G2S::copy(p.key_weight.row(key), &filled, rows[key],
-                                           kHeadDim * sizeof(uint16_t));
-        }
+        const int warps = threads / 32, keys = kIndexDim / warps;
+        if (thread % 32 >= keys) return;
+        const int key = thread / 32 * keys + thread % 32;
+        cute::SM90_BULK_COPY_G2S::copy(p.key_weight.row(key), &filled, rows[key],
+                                       kHeadDim * sizeof(uint16_t));
     }
     __device__ __forceinline__ void wait() const {
         cutlass::arch::ClusterTransactionBarrier::wait(&filled, 0);

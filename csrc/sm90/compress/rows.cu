@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
     }
     allow_dependents();
     wait_for_previous();
-    if (kKeyed && warp == 0) weight.fill(p, lane);
+    if (kKeyed) weight.fill(p, kThreads);
     const int64_t begin = int64_t{blockIdx.x} * rows_per_block;
     const int64_t end = min(begin + rows_per_block, int64_t{p.batch.rows});
     if (threadIdx.x == kThreads - 1 && rows_per_block == 1) prefetch_row(p, begin);
