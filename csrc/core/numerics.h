@@ -330,14 +330,17 @@ FCSA_HD void decode_row_index_fp8(const uint8_t* codes, float scale, Out* out) {
 
 // ---- Elementary functions
 
-// exp(x) within 1 ulp where the result is normal: 2^n * exp(r), |r| <= ln(2) / 2, and a degree-6
-// minimax polynomial. Overflow gives Inf, underflow is gradual, exp(-Inf) = 0, NaN stays NaN.
-FCSA_HD float exp_fma(float x) {
-    const float top = x > 89.0f ? 89.0f : x;              // 2^128.4: Inf after scaling
-    const float clamped = top < -104.0f ? -104.0f : top;  // 2^-150.04: 0 after scaling
-    const float shifted = fma_rn(clamped, 0x1.715476p+0f, 0x1.8p+23f);  // n in the low bits
+// exp(x) = 2^n * mantissa; n in the low bits of `shifted`, a float that counts in ones.
+struct ExpParts {
+    float mantissa;  // 0.7 .. 1.42
+    float shifted;
+};
+
+// -104 <= x <= 89: exp(r), |r| <= ln(2) / 2, as a degree-6 minimax polynomial.
+FCSA_HD ExpParts exp_parts(float x) {
+    const float shifted = fma_rn(x, 0x1.715476p+0f, 0x1.8p+23f);
     const float n = sub_rn(shifted, 0x1.8p+23f);
-    float r = fma_rn(n, -0x1.62e430p-1f, clamped);  // exact: r is a multiple of 2^-24 below 0.35
+    float r = fma_rn(n, -0x1.62e430p-1f, x);  // exact: r is a multiple of 2^-24 below 0.35
     r = fma_rn(n, 0x1.05c610p-29f, r);
     float p = 0x1.6a2428p-10f;
     p = fma_rn(p, r, 0x1.1239e2p-7f);
@@ -346,12 +349,21 @@ FCSA_HD float exp_fma(float x) {
     p = fma_rn(p, r, 0x1.fffffcp-2f);
     p = fma_rn(p, r, 1.0f);
     p = fma_rn(p, r, 1.0f);
+    return {p, shifted};
+}
+
+// exp(x) within 1 ulp where the result is normal. Overflow gives Inf, underflow is gradual,
+// exp(-Inf) = 0, NaN stays NaN.
+FCSA_HD float exp_fma(float x) {
+    const float top = x > 89.0f ? 89.0f : x;              // 2^128.4: Inf after scaling
+    const float clamped = top < -104.0f ? -104.0f : top;  // 2^-150.04: 0 after scaling
+    const ExpParts e = exp_parts(clamped);
     // 2^n in two exact factors, as n may be 128 or lie below -126. The offset makes n non-negative.
-    const uint32_t biased = float_bits(shifted) - 0x4b400000u + 256u;
+    const uint32_t biased = float_bits(e.shifted) - 0x4b400000u + 256u;
     const uint32_t half = biased >> 1;
     const float scale = bits_float((half - 1u) << 23);          // 2^(floor(n / 2))
     const float rest = bits_float((biased - half - 1u) << 23);  // 2^(ceil(n / 2))
-    return mul_rn(mul_rn(p, scale), rest);
+    return mul_rn(mul_rn(e.mantissa, scale), rest);
 }
 
 FCSA_HD float rsqrt_ieee(float x) { return div_rn(1.0f, sqrt_rn(x)); }
