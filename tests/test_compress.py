@@ -116,6 +116,16 @@ def test_ties_of_every_scale(repeats, device):
     assert torch.equal(data[:, 16:24], want.expand(len(codes), 8))
 
 
+@pytest.mark.parametrize("tokens", [100, 1100])  # a short and a long step
+def test_scales_at_the_ends(tokens, device):
+    """Groups whose quotients exceed 7 or whose scale saturates: exact, given the latent."""
+    kind = Kind(1, index=None, projected=False)
+    weight = 2.0 ** torch.arange(-16, 16).repeat_interleave(16)
+    cache, latents = one_call(kind, tokens, device, norm_weight=weight)
+    want = quant.quantize(rotate(latents, positions(kind, tokens), table(CPU)), kind.main)
+    assert same(cache.records(0, tokens), want)
+
+
 @every_kind
 def test_records_follow_from_the_latent(kind, device):
     """RoPE at the group's first position, Hadamard, record: exact, given the latent."""

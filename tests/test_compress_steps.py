@@ -71,6 +71,24 @@ def test_a_long_step_and_its_parts(name, tokens, device):
 
 
 @pytest.mark.case("Prefill versus decode compression")
+@pytest.mark.parametrize("name", ["r1", "r2"])
+def test_a_long_step_of_short_requests(name, device):
+    """Every row of a long step closes an entry of its own request: the bytes of short steps, also
+    in the tail."""
+    kind, requests = KINDS[name], 1100
+    kv, gate = projections(kind, 3 * requests)
+    rows = [slice(3 * r, 3 * r + 3) for r in range(requests)]
+    inputs = [(kv[r], None if gate is None else gate[r]) for r in rows]
+    long, short = (Cache(kind, requests, 3 // kind.ratio, device) for _ in range(2))
+    for position in range(3):
+        chunks = [Chunk(r, position, 1) for r in range(requests)]
+        step(long, chunks, inputs)
+        for first in range(0, requests, 400):
+            step(short, chunks[first : first + 400], inputs)
+    assert same(long.state(), short.state())
+
+
+@pytest.mark.case("Prefill versus decode compression")
 @every_kind
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())

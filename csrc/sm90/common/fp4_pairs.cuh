@@ -26,11 +26,6 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
 }
 
-// Bits 15 and 31 tell which of two BF16 magnitudes is Inf or NaN.
-__device__ __forceinline__ uint32_t not_finite(uint32_t magnitudes) {
-    return (magnitudes + 0x00800080u) & 0x80008000u;
-}
-
 // Every NaN of two BF16 values as core/numerics.h makes it.
 __device__ __forceinline__ uint32_t canonical_bf16x2(uint32_t pair) {
     const uint32_t nan = __vcmpgtu2(pair & kMagnitudes, 0x7f807f80u);

@@ -18,7 +18,6 @@
 
 namespace flash_csa::sm90 {
 
-inline constexpr int kMmaEntries = 16;
 inline constexpr int kMmaChannels = 16;
 inline constexpr int kMmaBlocks = kHeadDim / kMmaChannels;
 inline constexpr int kMmaChains = 2;  // block b is one of chain b % 2

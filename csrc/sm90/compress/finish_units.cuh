@@ -1,0 +1,249 @@
+// The finish warps of prefill.cu: pooled entries to latents and main records.
+//
+// Lane k has group k of an entry, 16 channels with one scale, so that no lane repeats another's
+// work; their weights of the norm stay in its registers. Lanes of odd panels hold the upper half
+// first: with that, 32 lanes read and write their 32 bytes without a bank conflict.
+#pragma once
+
+#include "sm90/common/fp4_words.cuh"
+#include "sm90/compress/octet.cuh"
+#include "sm90/compress/tile.cuh"
+
+namespace flash_csa::sm90 {
+
+inline constexpr int kGroup = record(RecordId::MainFp4).group;
+static_assert(kGroup * 32 == kHeadDim);
+inline constexpr int kRopeLanes = kRopeDims / kGroup;  // the last ones
+
+// Two times 8 channels of a group: of odd panels' groups the upper ones first.
+struct GroupHalves {
+    uint4 half[2];
+};
+
+__device__ __forceinline__ int first_half(int lane) { return lane / 4 % 2; }
+
+// (x * factor) * w, rounded to BF16.
+__device__ __forceinline__ uint4 norm_half(uint4 packed, float factor, const float* weight) {
+    float x[8];
+    unpack_blocks(packed, x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = mul_rn(mul_rn(x[i], factor), weight[i]);
+    return pack_blocks(x);
+}
+
+// Largest magnitudes of groups whose quotients stay below 7: the others' scales are rounded among
+// the lowest E4M3 numbers or saturate, or they are not finite.
+inline constexpr uint32_t kLeastOrdinary = 0x3cf1u;  // above 15 * 2^-9
+inline constexpr uint32_t kMostOrdinary = 0x4528u;   // 6 * 448
+
+// Codes and scale of a lane's group to the record at `row`.
+__device__ __forceinline__ void store_group(const GroupHalves& x, int lane, uint8_t* row) {
+    Magnitudes magnitudes[2] = {Magnitudes(x.half[0]), Magnitudes(x.half[1])};
+    const uint32_t either = __vmaxu2(magnitudes[0].largest(), magnitudes[1].largest());
+    const uint32_t largest = max_u32(either & 0xffffu, either >> 16);
+    const MainScales scales = main_scales(largest);
+    uint32_t scale = scales.bytes & 0xffu;
+    const bool finite = largest < 0x7f80u;
+    if (largest - kLeastOrdinary > kMostOrdinary - kLeastOrdinary) {
+        const float most = 6.0f * decode_e4m3(static_cast<uint8_t>(scale));
+        const uint32_t limit = word_of(both(most));
+        if (!finite) scale = kNanE4M3;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                magnitudes[i].word[j] = __vminu2(magnitudes[i].word[j], limit);
+        }
+    }
+    const Reciprocal reciprocal(scales.low_factor);
+    const uint32_t a = word_row_codes(magnitudes[0], x.half[0], reciprocal);
+    const uint32_t b = word_row_codes(magnitudes[1], x.half[1], reciprocal);
+    uint2 codes = first_half(lane) ? make_uint2(b, a) : make_uint2(a, b);
+    if (!finite) codes = make_uint2(0, 0);
+    if (row == nullptr) return;
+    *reinterpret_cast<uint2*>(row + 8 * lane) = codes;
+    row[record(RecordId::MainFp4).data_bytes + lane] = static_cast<uint8_t>(scale);
+}
+
+// Pooled group of an entry, from its slot.
+__device__ __forceinline__ GroupHalves read_group(const Slot& slot, int e, int lane) {
+    const uint4* chunks = reinterpret_cast<const uint4*>(slot.rows[e]);
+    const int at = (2 * lane + first_half(lane)) ^ 4 * (e % 2);
+    return {chunks[at], chunks[at ^ 1]};
+}
+
+// Latent group to row `row` of the tile.
+__device__ __forceinline__ void write_group(Shared& shared, int row, const GroupHalves& x,
+                                            int lane) {
+    uint8_t* panel = shared.latents[lane / 4];
+    const int at = panel_offset(row, 2 * (lane % 4) + first_half(lane));
+    *reinterpret_cast<uint4*>(panel + at) = x.half[0];
+    *reinterpret_cast<uint4*>(panel + (at ^ 16)) = x.half[1];
+}
+
+__device__ __forceinline__ void store_latent(const GroupHalves& x, int lane, uint16_t* row) {
+    uint4* to = reinterpret_cast<uint4*>(row) + 2 * lane;
+    const int first = first_half(lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint4 v = x.half[i];
+        to[i ^ first] = make_uint4(canonical_bf16x2(v.x), canonical_bf16x2(v.y),
+                                   canonical_bf16x2(v.z), canonical_bf16x2(v.w));
+    }
+}
+
+// Four pairs of RoPE dims, a chunk: of entry lane / 8, number lane % 8.
+struct Rotation {
+    static constexpr int kPairs = 4;
+    float cos[kPairs], sin[kPairs];
+
+    __device__ __forceinline__ Rotation(const CompressParams& p, int32_t row, int lane) {
+        const float* table = p.cos_sin.at(row) + lane % 8 * kPairs;
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            cos[i] = table[i];
+            sin[i] = table[kRopeDims / 2 + i];
+        }
+    }
+
+    __device__ __forceinline__ uint4 turn(uint4 packed) const {
+        uint32_t words[kPairs] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            float a, b;
+            rope_pair(low_bf16(words[i]), high_bf16(words[i]), cos[i], sin[i], &a, &b);
+            words[i] = pack_bf16(a, b);
+        }
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+};
+
+// A unit in the registers of its warp.
+struct Unit {
+    GroupHalves x[kUnit];
+    Place place;  // of entry lane % 4
+
+    __device__ __forceinline__ bool filled() const {
+        return __shfl_sync(kAllLanes, place.row, 0) >= 0;
+    }
+
+    __device__ __forceinline__ void read(const Slot& slot, const Head& head, int lane) {
+        place = head.places[lane % kUnit];
+#pragma unroll
+        for (int e = 0; e < kUnit; ++e) x[e] = read_group(slot, e, lane);
+    }
+
+    // Pooled values to latents.
+    __device__ __forceinline__ void norm(const CompressParams& p, const float (&weight)[kGroup],
+                                         int lane) {
+#pragma unroll
+        for (int e = 0; e < kUnit; ++e) {
+            const float factor = __shfl_sync(kAllLanes, place.factor, e);
+            x[e].half[0] = norm_half(x[e].half[0], factor, weight);
+            x[e].half[1] = norm_half(x[e].half[1], factor, weight + 8);
+        }
+        if (!p.latent_out) return;
+#pragma unroll
+        for (int e = 0; e < kUnit; ++e) {
+            const int32_t row = __shfl_sync(kAllLanes, place.row, e);
+            if (row >= 0) store_latent(x[e], lane, p.latent_out.row(row));
+        }
+    }
+
+    // Latents to rows `first` .. of the tile.
+    __device__ __forceinline__ void write(Shared& shared, int first, int lane) const {
+#pragma unroll
+        for (int e = 0; e < kUnit; ++e) write_group(shared, first + e, x[e], lane);
+    }
+
+    // The RoPE dims of all four, by way of the slot.
+    __device__ __forceinline__ void rotate(const Rotation& rotation, Slot& slot, int lane) {
+        const bool has = lane >= 32 - kRopeLanes;
+        if (has) {
+#pragma unroll
+            for (int e = 0; e < kUnit; ++e) write_back(slot, e, lane);
+        }
+        __syncwarp();
+        const int e = lane / 8, chunk = (kHeadDim - kRopeDims) / 8 + lane % 8;
+        uint4* own = reinterpret_cast<uint4*>(slot.rows[e]) + (chunk ^ 4 * (e % 2));
+        *own = rotation.turn(*own);
+        __syncwarp();
+        if (has) {
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) x[i] = read_group(slot, i, lane);
+        }
+    }
+
+    // Main records.
+    __device__ __forceinline__ void store(const CompressParams& p, int lane) const {
+        constexpr Record r = record(RecordId::MainFp4);
+        static_assert(r.order == PageOrder::TokenMajor && r.bytes() % 16 == 0);
+        const bool stores = p.main.data != nullptr && p.main.holds(place.slot);
+        const uint64_t own = stores ? reinterpret_cast<uint64_t>(p.main.row(r, place.slot)) : 0;
+#pragma unroll
+        for (int e = 0; e < kUnit; ++e)
+            store_group(x[e], lane, reinterpret_cast<uint8_t*>(__shfl_sync(kAllLanes, own, e)));
+    }
+
+  private:
+    __device__ __forceinline__ void write_back(Slot& slot, int e, int lane) const {
+        uint4* chunks = reinterpret_cast<uint4*>(slot.rows[e]);
+        const int at = (2 * lane + first_half(lane)) ^ 4 * (e % 2);
+        chunks[at] = x[e].half[0];
+        chunks[at ^ 1] = x[e].half[1];
+    }
+};
+
+// Latents go to the tile before they are encoded, so that the key warps multiply meanwhile.
+template <int kRatio>
+__device__ __forceinline__ void finish_units(const CompressParams& p, Shared& shared, int warp,
+                                             int lane) {
+    using R = Roles<kRatio>;
+    const bool keyed = static_cast<bool>(p.key_weight);
+    float weight[kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i)
+        weight[i] = p.norm_weight[kGroup * lane + (8 * first_half(lane) ^ i)];
+    uint32_t tile = 0;
+    for (uint32_t rows = first_row<kRatio>(); in_batch(p, rows); rows += row_stride<kRatio>()) {
+        int passes = 1;
+        for (int pass = 0; pass < passes; ++pass, ++tile) {
+#pragma unroll 1
+            for (int i = 0; i < R::kFinishUnits; ++i) {
+                const int number = warp * R::kFinishSlots + i % R::kFinishSlots;
+                const int first =
+                    number / R::kPoolSlots * R::kChunk +
+                    kUnit * (number % R::kPoolSlots + R::kPoolSlots * (i / R::kFinishSlots));
+                Slot& slot = shared.slots[number];
+                Unit unit;
+                wait_full(shared.full[number], (tile * R::kFinishUnits + i) / R::kFinishSlots);
+                if (kRatio > 1) passes = shared.heads[number].passes;
+                unit.read(slot, shared.heads[number], lane);
+                const bool filled = unit.filled();
+                const int32_t turned = __shfl_sync(kAllLanes, unit.place.rotation, lane / 8);
+                if (filled) {
+                    const Rotation rotation(p, turned, lane);
+                    unit.norm(p, weight, lane);
+                    if (keyed) {
+                        wait_empty(shared.tile_empty, tile);
+                        unit.write(shared, first, lane);
+                    }
+                    unit.rotate(rotation, slot, lane);
+                } else if (keyed) {
+                    wait_empty(shared.tile_empty, tile);
+                }
+                shared.empty[number].arrive();
+                if (keyed) {
+                    if (lane < kUnit)
+                        shared.key_places[first + lane] = {unit.place.slot, unit.place.rotation};
+                    if (lane == 0) shared.passes = passes;
+                    cutlass::arch::fence_view_async_shared();
+                    shared.tile_full.arrive();
+                }
+                if (filled) unit.store(p, lane);
+            }
+        }
+    }
+}
+
+}  // namespace flash_csa::sm90
