@@ -37,20 +37,22 @@ FCSA_HD int32_t visible_count(int32_t position, int32_t ratio, bool strict, int6
 // Params: IndexScoresParams or SelectParams.
 template <class Params>
 FCSA_HD Columns columns_of(const Params& p, int32_t page_size, int64_t width, int64_t row) {
+    // No branch until all loads are on their way.
     const int32_t request = p.batch.row_request[row];
-    const int32_t position = p.batch.positions[row];  // two loads at a time
-    if (request < 0 || request >= p.batch.requests) return {};
+    const int32_t position = p.batch.positions[row];
+    const int32_t blocks = p.pool.blocks ? p.pool.counts[row] : 0;
+    const bool padded = request < 0 || request >= p.batch.requests;
+    const int64_t capacity = int64_t{p.block_table.columns} * page_size;
+    const int32_t visible = visible_count(position, p.ratio, p.strict, capacity);
     Columns columns;
-    columns.pages = p.block_table.row(request);
+    columns.pages = p.block_table.row(padded ? 0 : request);
     columns.page_size = page_size;
-    columns.n_vis =
-        visible_count(position, p.ratio, p.strict, int64_t{p.block_table.columns} * page_size);
+    columns.n_vis = padded ? 0 : visible;
     int64_t count = columns.n_vis;
     if (p.pool.blocks) {
         columns.blocks = p.pool.blocks.row(row);
-        int32_t blocks = p.pool.counts[row];
-        blocks = blocks < p.pool.width ? blocks : p.pool.width;
-        count = columns.n_vis > 0 && blocks > 0 ? int64_t{blocks} * kPoolBlock : 0;
+        const int32_t kept = blocks < p.pool.width ? blocks : p.pool.width;
+        count = columns.n_vis > 0 && kept > 0 ? int64_t{kept} * kPoolBlock : 0;
     }
     columns.count = static_cast<int32_t>(count < width ? count : width);
     return columns;
