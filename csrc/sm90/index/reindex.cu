@@ -19,27 +19,30 @@ namespace flash_csa::sm90 {
 namespace {
 
 static_assert(kPoolThreads == kClusterThreads);
+using PoolShare = Share<kPassKeys>;  // lines are units
 
 struct Shared {
+    PoolScoresShared scoring;
     union {
-        KeyRing ring;  // while scoring
+        PoolRing ring;  // while scoring
         CandidateShared top_k;
     };
-    PoolScoresShared scoring;
     PagedRow row;
 };
 
-// Ids are columns of the pool; scores of this block's share are in shared memory.
+// Ids are columns of the pool; scores of this block's part are in shared memory.
 struct ScoredPool {
-    static constexpr bool kForces = false, kAlwaysPresent = true;
+    static constexpr int kLine = kPassKeys;
+    static constexpr bool kForces = false, kAlwaysPresent = true, kBlocks = false;
     const PagedRow& row;
-    const float* scores;  // from column `begin` on
-    int32_t begin;
+    const float* scores;  // by place
+    int32_t size_log;     // of the cluster
 
     __device__ static constexpr int32_t forced() { return -1; }
     __device__ int32_t count() const { return row.columns.count; }
     __device__ float4 load(int32_t id) const {
-        return *reinterpret_cast<const float4*>(scores + (id - begin));
+        const int32_t place = (id / kLine >> size_log) * kLine + id % kLine;
+        return *reinterpret_cast<const float4*>(scores + place);
     }
     __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
     __device__ int32_t position(int32_t id) const {
@@ -47,9 +50,10 @@ struct ScoredPool {
     }
 };
 
-// Blocks of a pool that one of 2^size_log blocks of threads scores: whole tiles.
+// Most blocks of a pool that one of 2^size_log blocks of threads scores: whole units.
 __host__ __device__ constexpr int32_t blocks_each(int32_t blocks, int32_t size_log) {
-    return ((blocks + (kTileBlocks << size_log) - 1) >> size_log) / kTileBlocks * kTileBlocks;
+    return ((blocks + (kPoolUnitBlocks << size_log) - 1) >> size_log) / kPoolUnitBlocks *
+           kPoolUnitBlocks;
 }
 
 __device__ __forceinline__ PoolPlace place_of(const PagedRow& row, const ConstPages& pages,
@@ -65,30 +69,39 @@ __device__ __forceinline__ PoolPlace place_of(const PagedRow& row, const ConstPa
             min(kPoolBlock, row.columns.n_vis - static_cast<int32_t>(position))};
 }
 
-// The places of a share of the pool. A thread takes four at a time: two reads depend on each other,
-// the four do not.
-__device__ void find_places(const PagedRow& row, const ConstPages& pages, const Share& blocks,
-                            PoolPlace* places) {
-    constexpr int kOwn = 4;
-    for (int32_t first = blocks.begin; first < blocks.end; first += kOwn * kPoolThreads) {
-        int64_t positions[kOwn];
-        int32_t page[kOwn];
+constexpr int kOwnBlocks = kMaxPoolBlocks / kPoolThreads;  // of a thread
+
+// The blocks that a thread finds the places of, read before it is known how many there are. Units
+// are lines of the part.
+__device__ __forceinline__ void load_blocks(const PoolView& pool, int64_t row, const PoolShare& all,
+                                            int32_t rank, int32_t (&blocks)[kOwnBlocks]) {
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const int32_t block = first + i * kPoolThreads + threadIdx.x;
-            positions[i] = block < blocks.end ? row.columns.blocks[block] : -1;
-        }
+    for (int i = 0; i < kOwnBlocks; ++i) {
+        const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
+        const int32_t block = all.id(at * kPoolBlock, rank) / kPoolBlock;
+        if (block < pool.width) blocks[i] = pool.blocks.row(row)[block];
+    }
+}
+
+__device__ __forceinline__ void find_places(const PagedRow& row, const ConstPages& pages,
+                                            const PoolShare& share, int32_t rank,
+                                            const int32_t (&blocks)[kOwnBlocks],
+                                            PoolPlace* places) {
+    int64_t positions[kOwnBlocks];
+    int32_t page[kOwnBlocks];
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            positions[i] *= kPoolBlock;
-            const bool visible = row.columns.visible(positions[i]);
-            page[i] = visible ? row.columns.pages[positions[i] >> row.page_shift] : -1;
-        }
+    for (int i = 0; i < kOwnBlocks; ++i) {
+        const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
+        positions[i] = int64_t{blocks[i]} * kPoolBlock;
+        const bool reads =
+            share.id(at * kPoolBlock, rank) < share.count && row.columns.visible(positions[i]);
+        page[i] = reads ? row.columns.pages[positions[i] >> row.page_shift] : -1;
+    }
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const int32_t block = first + i * kPoolThreads + threadIdx.x;
-            if (block >= blocks.end) break;
-            places[block - blocks.begin] = place_of(row, pages, positions[i], page[i]);
+    for (int i = 0; i < kOwnBlocks; ++i) {
+        const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
+        if (at * kPoolBlock < share.length()) {
+            places[at] = place_of(row, pages, positions[i], page[i]);
         }
     }
 }
@@ -96,31 +109,35 @@ __device__ void find_places(const PagedRow& row, const ConstPages& pages, const 
 template <bool kCluster>
 __global__ void __launch_bounds__(kPoolThreads, 1)
     reindex_kernel(IndexSelectParams p, int32_t page_shift, int32_t size_log) {
-    extern __shared__ uint4 shared_bytes[];
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const int32_t most = blocks_each(p.scores.pool.width, size_log);
     float* sScores = reinterpret_cast<float*>(&shared + 1);                          // [8 most]
     PoolPlace* sPlaces = reinterpret_cast<PoolPlace*>(sScores + most * kPoolBlock);  // [most]
     cudaGridDependencySynchronize();  // launched while the kernel in front was ending
+    if (!kCluster) size_log = 0;
     const int64_t row = blockIdx.x >> size_log;
+    const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
+    int32_t blocks[kOwnBlocks];
+    load_blocks(p.scores.pool, row, {0, size_log}, rank, blocks);
     if (threadIdx.x == 0) {
         shared.row = paged_row(columns_of(p.select, p.select.page_size, INT32_MAX, row), nullptr,
-                               page_shift);
+                               nullptr, page_shift);
     }
     __syncthreads();
-    const int32_t count = shared.row.columns.count / kPoolBlock;
-    const int32_t each = blocks_each(count, size_log);
-    const Share blocks = share_of<kCluster>(count, each);
-    const int32_t own = blocks.end - blocks.begin;
-    find_places(shared.row, p.scores.index, blocks, sPlaces);
+    const PoolShare share{shared.row.columns.count, size_log};
+    find_places(shared.row, p.scores.index, share, rank, blocks, sPlaces);
     __syncthreads();
-    PoolScorer(p.scores, sPlaces, own, shared.ring, shared.scoring).run(row, sScores);
+    PoolScorer(p.scores, sPlaces, share.length() / kPassKeys, shared.ring, shared.scoring)
+        .run(row, sScores);
     __syncthreads();
-    const Share columns{blocks.begin * kPoolBlock, blocks.end * kPoolBlock,
-                        blocks.longest * kPoolBlock};
-    const ScoredPool source{shared.row, sScores, columns.begin};
-    select_entries<kCluster, 2 * kLookUnits>(p.select.out, row, p.select.k, source, columns,
-                                             shared.top_k);
+    const ScoredPool source{shared.row, sScores, size_log};
+    constexpr int kUnits = kMaxPoolBlocks * kPoolBlock / kStripe / (kCluster ? 2 : 1);
+    ClusterTopK<kCluster, kUnits, ScoredPool> top_k(source, size_log, p.select.k, shared.top_k);
+    float4 units[kUnits];
+    top_k.load(units);
+    write_entries<kCluster>(p.select.out, row, p.select.k, source,
+                            [&](const auto& sink) { return top_k.run(units, sink); });
 }
 
 size_t shared_bytes_of(int32_t width, int32_t size_log) {

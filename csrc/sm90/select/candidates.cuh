@@ -1,8 +1,9 @@
 // The candidates of a row in a cluster's shared memory, and the lowest of its k best among them.
 //
-// A candidate is a pair (key, ~id) in one word: larger is better, and no two are equal. There are
-// two ways to the k-th: every block fetches all pairs and looks at them alone (find_fine), or
-// digits are counted over the cluster (find_cut), which any number of pairs and of ties allows.
+// A candidate is a key and a place, the index of its id in the block's share. As pairs (key, ~id)
+// larger is better, and no two are equal. There are two ways to the k-th: every block fetches all
+// candidates and looks at them alone (find_fine), or digits of the pairs are counted over the
+// cluster (find_cut), which any number of candidates and of ties allows.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <cub/block/block_scan.cuh>
 
+#include "core/params.h"
 #include "core/scoring.h"
 #include "sm90/common/cluster_sync.cuh"
 
@@ -17,41 +19,65 @@ namespace flash_csa::sm90 {
 
 inline constexpr int kClusterThreads = 512;  // of a block
 inline constexpr int kUnit = 4;
-inline constexpr int kStripe = kClusterThreads * kUnit;  // ids of one unit of every thread
+inline constexpr int kStripe = kClusterThreads * kUnit;  // places of one unit of every thread
 inline constexpr int kMaxClusterTopK = 2048;
 inline constexpr int kTrigger = 3072;  // candidates from which a block cuts
 inline constexpr int kLookUnits = 4;   // of a thread, between two looks at their number
 inline constexpr int kCandidates = kTrigger + kLookUnits * kStripe;
 inline constexpr int kDigitBins = 2048;
-inline constexpr int kFetched = 8;         // pairs of the cluster that a thread fetches
-inline constexpr int kFineBits = 12;       // of a key, below those of step 3
-inline constexpr int kWindowWords = 2048;  // 65,536 ids are emitted at a time
-inline constexpr int kMaxCluster = 16;
+inline constexpr int kFetched = 8;    // candidates of the cluster that a thread fetches
+inline constexpr int kFineBits = 14;  // of a key, below those of find_fine
+inline constexpr int kWindow = kClusterThreads * 128;  // places that are emitted at a time
 static_assert(kDigitBins == kUnit * kClusterThreads, "a thread owns four bins");
 static_assert(kMaxClusterTopK < kTrigger);
 
 using ClusterScan = cub::BlockScan<int32_t, kClusterThreads, cub::BLOCK_SCAN_WARP_SCANS>;
 
+// A block's part of a row's ids: of its lines, kLine neighbours, every size-th. So every block has
+// its part of each stretch of the row, however long the row is. A place is the index of an id in
+// the part. kLine: 128 to 2048, a power of two; reading DRAM is slower in short lines.
+template <int kLine>
+struct Share {
+    int32_t count;     // ids of the row
+    int32_t size_log;  // of the cluster
+
+    // Places of the block that has most.
+    __device__ int32_t length() const {
+        const int32_t lines = (count + kLine - 1) / kLine;
+        return (lines + (1 << size_log) - 1 >> size_log) * kLine;
+    }
+    // kOf: less where places are of blocks of ids.
+    template <int kOf = kLine>
+    __device__ int32_t id(int32_t place, int32_t rank) const {
+        return ((place / kOf << size_log) + rank) * kOf + place % kOf;
+    }
+};
+
 struct alignas(16) CandidateShared {
-    uint64_t pairs[kCandidates];  // key << 32 | ~id; peers read them
+    uint32_t keys[kCandidates];    // 0: none; peers read them
+    uint32_t places[kCandidates];  // peers read them
     union {
         struct {
             uint4 bins[kClusterThreads];  // own counts; peers read them
             union {
                 uint4 gather[kClusterThreads];   // peers' counts of this block's slice of the bins
                 uint64_t tied[kClusterThreads];  // pairs of the bin of the k-th best
+                uint32_t blocks[kMaxClusterTopK];  // places of those whose entries are candidates
             };
         };
+        uint4 sample[2][kClusterThreads];  // counts of 16 bits
         struct {
-            uint4 mask[kWindowWords / 4];  // a bit per id
-            int4 ranks[kWindowWords / 4];  // results before each word
+            uint4 mask[kClusterThreads];  // a bit per place, 128 of them each
+            int4 ranks[kClusterThreads];  // results before each word
         };
     };
     uint4 sums[kClusterThreads / 2];  // the cluster's counts of that slice; peers read them
+    // Results on each line of the window: in all blocks, and << 16 in lower ones; peers add to
+    // them.
+    uint32_t lines[kClusterThreads];
     ClusterScan::TempStorage scan;
-    int32_t counts[kMaxCluster];  // results of each block; peers write them
-    int32_t kept;                 // candidates; peers read it
-    int32_t below;                // results of the blocks before this one
+    int32_t kept;   // candidates; peers read it
+    uint32_t base;  // lowest key of a candidate; peers read it
     int32_t num_tied;
     int32_t bin, above, inside;  // of a histogram: where the k-th best lies
     uint64_t lowest;
@@ -77,57 +103,110 @@ __device__ __forceinline__ float score_from(uint32_t key) {
     return score_of_key(key < kLowest ? kLowest : key);
 }
 
-template <bool kCluster>
+template <bool kCluster, int kLine>
 class Candidates {
   protected:
-    __device__ Candidates(int32_t num_ids, int32_t k, CandidateShared& shared)
-        : num_ids_(num_ids), k_(k), s_(shared), thread_(threadIdx.x) {
+    struct Fetched {
+        uint32_t keys[kFetched], places[kFetched];
+    };
+
+    __device__ Candidates(const Share<kLine>& share, int32_t k, CandidateShared& shared)
+        : share_(share), k_(k), s_(shared), thread_(threadIdx.x) {
         if (!kCluster) return;
-        const auto cluster = cooperative_groups::this_cluster();
-        size_ = static_cast<int32_t>(cluster.num_blocks());
-        rank_ = static_cast<int32_t>(cluster.block_rank());
-        slice_shift_ = 31 - __clz(kClusterThreads / size_);
+        rank_ = static_cast<int32_t>(cooperative_groups::this_cluster().block_rank());
+        slice_shift_ = 31 - __clz(kClusterThreads) - share.size_log;
     }
 
     __device__ void clear() {
-        s_.bins[thread_] = {0, 0, 0, 0};
-        if (thread_ == 0) s_.kept = s_.below = s_.num_tied = 0;
+        s_.sample[0][thread_] = s_.sample[1][thread_] = {0, 0, 0, 0};
+        if (thread_ == 0) s_.kept = s_.num_tied = 0;
         __syncthreads();
     }
 
-    // Sets lowest_ and `total`, the number of results; returns the number of those in blocks before
-    // this one. All candidates have keys of at least base; fewer than k in all, and base above 1,
-    // means that there are others.
-    __device__ int32_t cut(uint32_t base, int32_t& total) {
-        uint64_t fetched[kFetched];
-        bool fits = true;
+    // From the candidates of all blocks, whose keys are at least `base` in this one, to lowest_ and
+    // `total`, the number of results. False where there may be better ones than those: there are
+    // fewer than k, or the k-th is below the base of a block; base is then one that all blocks may
+    // have. Leaves a window clear, and a barrier of the cluster open (leave).
+    __device__ bool cut(uint32_t& base, int32_t& total) {
+        uint32_t low = base, high = base;
+        alone_ = true;
+        s_.bins[thread_] = {0, 0, 0, 0};
         if (kCluster) {
+            if (thread_ == 0) s_.base = base;
             cluster_publish();
-            fits = __syncthreads_and(fetch(fetched));
+            alone_ = fetch(low, high);
         }
-        const bool found = fits && find_fine(base, fetched, total);
-        // Nobody leaves, or starts over, while a peer may still read here.
-        if (kCluster) {
-            if (!fits) cluster_arrive_relaxed();
-            cluster_wait();
+        alone_ = find_fine(low, high, total);
+        if (!alone_) {
+            const ClusterCut found = find_cut<kCluster>({0, 64, k_, false});
+            lowest_ = found.lowest();
+            total = lowest_ == kAnyPair ? found.need : k_;
+            clear_window();
+            if (kCluster) cluster_publish();
         }
-        if (found) return results_before(fetched);
-        lowest_ = find_cut<kCluster>({0, 64, k_, false});
-        return count_results(total);
+        base = total < k_ ? 0 : max(low, static_cast<uint32_t>(lowest_ >> 32));
+        return high <= max(base, 1u);
     }
 
-    __device__ static int32_t id_of(uint64_t pair) {
-        return static_cast<int32_t>(~static_cast<uint32_t>(pair));
+    // Nobody goes on while a peer may still read here.
+    __device__ static void leave() {
+        if (!kCluster) return;
+        cluster_arrive_relaxed();
+        cluster_wait();
     }
 
-    // The lowest pair of the results among all candidates, digit by digit: of the cluster (kWide)
-    // or of this block.
+    __device__ uint64_t pair_at(int32_t i) const {
+        return pair_of(s_.keys[i], s_.places[i], rank_);
+    }
+    __device__ bool is_result(int32_t i) const { return pair_at(i) >= lowest_; }
+
+    __device__ void clear_window() {
+        __syncthreads();
+        s_.mask[thread_] = {0, 0, 0, 0};
+        s_.lines[thread_] = 0;
+        __syncthreads();
+    }
+
+    __device__ void next_window() {
+        clear_window();
+        if (kCluster && !alone_) cluster_publish();
+    }
+
+    // Counts the results on the lines of the window; a barrier comes behind.
+    __device__ void count_lines(uint32_t window) {
+        const auto add = [&](uint32_t place, int32_t rank, uint32_t* lines, int32_t to) {
+            const uint32_t at = place - window;
+            if (at < kWindow) atomicAdd(lines + at / kLine, rank < to ? 0x10001u : 1u);
+        };
+        if (!kCluster) return;
+        if (alone_) {
+            const int32_t peer = thread_ >> slice_shift_;
+#pragma unroll
+            for (int i = 0; i < kFetched; ++i) {
+                if (pair_of(fetched_.keys[i], fetched_.places[i], peer) < lowest_) continue;
+                add(fetched_.places[i], peer, s_.lines, rank_);
+            }
+            return;
+        }
+        const int32_t count = s_.kept;
+#pragma unroll 1
+        for (int32_t i = thread_; i < count; i += kClusterThreads) {
+            if (!is_result(i)) continue;
+            for (int32_t peer = 0; peer < 1 << share_.size_log; ++peer) {
+                add(s_.places[i], rank_, of_peer(s_.lines, peer), peer);
+            }
+        }
+        cooperative_groups::this_cluster().sync();
+    }
+
+    // Where the results end among all candidates, digit by digit: of the cluster (kWide) or of this
+    // block. Fewer than wanted: kAnyPair, and `need` is their number.
     template <bool kWide>
-    __device__ uint64_t find_cut(ClusterCut cut) {
+    __device__ ClusterCut find_cut(ClusterCut cut) {
         uint32_t* bins = reinterpret_cast<uint32_t*>(s_.bins);
         while (!cut.final) {
             if (cut.shift == 32) {  // ids are small: the leading bits of ~id are ones
-                const int32_t ones = num_ids_ > 1 ? __clz(num_ids_ - 1) : 31;
+                const int32_t ones = share_.count > 1 ? __clz(share_.count - 1) : 31;
                 cut.prefix = (cut.prefix + 1 << ones) - 1;
                 cut.shift = 32 - ones;
             }
@@ -138,14 +217,142 @@ class Candidates {
             const int32_t count = s_.kept;
 #pragma unroll 1
             for (int32_t i = thread_; i < count; i += kClusterThreads) {
-                const uint64_t pair = s_.pairs[i];
-                if (pair == 0 || (cut.shift < 64 && pair >> cut.shift != cut.prefix)) continue;
+                const uint64_t pair = pair_at(i);
+                if (pair < kAnyPair || (cut.shift < 64 && pair >> cut.shift != cut.prefix))
+                    continue;
                 const uint32_t mask = (1u << (cut.shift - shift)) - 1;
                 atomicAdd(&bins[static_cast<uint32_t>(pair >> shift) & mask], 1u);
             }
             narrow<kWide>(cut, shift);
         }
-        return cut.lowest();
+        return cut;
+    }
+
+    // The key below which no more than some `wanted` of the sample lie above; 0 where it has fewer.
+    __device__ uint32_t find_sampled(int32_t wanted) {
+        constexpr int kOwn = (1 << (32 - kSampleShift)) / kClusterThreads;
+        const int32_t place = kClusterThreads - 1 - thread_;  // thread 0 has the highest bins
+        const uint32_t* own = reinterpret_cast<const uint32_t*>(s_.sample) + place * kOwn / 2;
+        uint32_t both = 0;
+#pragma unroll
+        for (int i = 0; i < kOwn / 2; ++i) both += own[i];
+        const int32_t total = find_bin<kOwn>(static_cast<int32_t>((both & 0xffffu) + (both >> 16)),
+                                             wanted, [&](uint32_t (&bins)[kOwn]) {
+#pragma unroll
+                                                 for (int b = 0; b < kOwn; ++b) {
+                                                     bins[b] = own[b / 2] >> (b % 2 * 16) & 0xffffu;
+                                                 }
+                                             });
+        if (total < wanted) return 0;
+        return static_cast<uint32_t>(s_.bin) << kSampleShift;
+    }
+    static constexpr int kSampleShift = kCluster ? 19 : 20;  // of a key, to a bin of the sample
+
+    const Share<kLine> share_;
+    const int32_t k_;
+    CandidateShared& s_;
+    const int32_t thread_;
+    int32_t rank_ = 0, slice_shift_ = 0;  // of the block; of the threads that read a peer
+    uint64_t lowest_ = 0;                 // of the last cut
+
+  private:
+    template <class T>
+    __device__ T* of_peer(T* own, int32_t peer) const {
+        return cooperative_groups::this_cluster().map_shared_rank(own, static_cast<unsigned>(peer));
+    }
+
+    __device__ uint64_t pair_of(uint32_t key, uint32_t place, int32_t rank) const {
+        const int32_t id = share_.id(static_cast<int32_t>(place), rank);
+        return uint64_t{key} << 32 | ~static_cast<uint32_t>(id);
+    }
+
+    // Calls f(key, place, rank) for this thread's part of all candidates of the cluster.
+    template <class F>
+    __device__ __forceinline__ void for_each(const F& f) const {
+        if (kCluster) {
+            const int32_t peer = thread_ >> slice_shift_;
+#pragma unroll
+            for (int i = 0; i < kFetched; ++i) {
+                f(fetched_.keys[i], fetched_.places[i], peer);
+            }
+        } else {
+            const int32_t count = s_.kept;
+#pragma unroll 1
+            for (int32_t i = thread_; i < count; i += kClusterThreads) {
+                f(s_.keys[i], s_.places[i], 0);
+            }
+        }
+    }
+
+    // This thread's part of the candidates of all blocks; false where there are more. The lowest
+    // and the highest base of all blocks.
+    __device__ bool fetch(uint32_t& low, uint32_t& high) {
+        const int32_t peer = thread_ >> slice_shift_;
+        const int32_t first = kUnit * (thread_ & ((1 << slice_shift_) - 1));
+        const int32_t count = *of_peer(&s_.kept, peer);
+        const uint32_t base = *of_peer(&s_.base, thread_ & ((1 << share_.size_log) - 1));
+        const uint4* keys = of_peer(reinterpret_cast<const uint4*>(s_.keys + first), peer);
+        const uint4* places = of_peer(reinterpret_cast<const uint4*>(s_.places + first), peer);
+#pragma unroll
+        for (int i = 0; i < kFetched; i += kUnit) {
+            const uint4 four = keys[i / kUnit << slice_shift_];
+            const uint4 at = places[i / kUnit << slice_shift_];
+            const int32_t left = count - first - (i << slice_shift_);
+            fetched_.keys[i] = left > 0 ? four.x : 0;
+            fetched_.keys[i + 1] = left > 1 ? four.y : 0;
+            fetched_.keys[i + 2] = left > 2 ? four.z : 0;
+            fetched_.keys[i + 3] = left > 3 ? four.w : 0;
+            fetched_.places[i] = at.x;
+            fetched_.places[i + 1] = at.y;
+            fetched_.places[i + 2] = at.z;
+            fetched_.places[i + 3] = at.w;
+        }
+        low = __reduce_min_sync(0xffffffffu, base);
+        high = __reduce_max_sync(0xffffffffu, base);
+        return count <= kFetched << slice_shift_;
+    }
+
+    // The lowest result, by bins of kFineBits of the keys above `low`, which are clear; alone_:
+    // this thread has all candidates of its peer. False where there are more pairs in a bin than
+    // can be compared. Leaves a window clear.
+    __device__ bool find_fine(uint32_t low, uint32_t high, int32_t& total) {
+        const auto bin_of = [&](uint32_t key) {
+            return min(key - low >> kFineBits, uint32_t{kDigitBins - 1});
+        };
+        uint32_t* bins = reinterpret_cast<uint32_t*>(s_.bins);
+        if (!kCluster) __syncthreads();
+        for_each([&](uint32_t key, uint32_t, int32_t) {
+            if (key != 0) atomicAdd(&bins[bin_of(key)], 1u);
+        });
+        if (!__syncthreads_and(alone_)) return false;
+        const uint4 own = s_.bins[kClusterThreads - 1 - thread_];
+        total = find_bin_of(own, k_);
+        s_.mask[thread_] = {0, 0, 0, 0};
+        s_.lines[thread_] = 0;
+        const uint32_t bin = static_cast<uint32_t>(s_.bin);
+        const int32_t need = k_ - s_.above, inside = s_.inside;
+        lowest_ = total <= k_ ? kAnyPair : uint64_t{low + (bin << kFineBits)} << 32;
+        if (total <= k_ || (inside == need && lowest_ >> 32 >= high)) {
+            total = min(total, k_);
+            __syncthreads();
+            return true;
+        }
+        if (inside > kClusterThreads) return false;
+        total = k_;
+        for_each([&](uint32_t key, uint32_t place, int32_t rank) {
+            if (key == 0 || bin_of(key) != bin) return;
+            s_.tied[atomicAdd(&s_.num_tied, 1)] = pair_of(key, place, rank);
+        });
+        __syncthreads();
+        if (thread_ < inside) {
+            const uint64_t pair = s_.tied[thread_];
+            int32_t better = 0;
+            for (int32_t i = 0; i < inside; ++i) better += s_.tied[i] > pair ? 1 : 0;
+            if (better == need - 1) s_.lowest = pair;
+        }
+        __syncthreads();
+        lowest_ = s_.lowest;
+        return true;
     }
 
     // The cut after one more digit, whose counts are in the bins.
@@ -159,110 +366,15 @@ class Candidates {
             __syncthreads();
             own = s_.bins[place];
         }
-        if (find_bin(own, cut.need) < cut.need) {  // all of them; only the first digit gets here
-            cut = {kAnyPair >> 32, 32, 0, true};
+        const int32_t total = find_bin_of(own, cut.need);
+        if (total < cut.need) {  // only the first digit gets here
+            cut = {kAnyPair >> 32, 32, total, true};
             return;
         }
         cut.prefix = cut.prefix << (cut.shift - shift) | static_cast<uint32_t>(s_.bin);
         cut.shift = shift;
         cut.need -= s_.above;
         cut.final = cut.need == s_.inside;
-    }
-
-    const int32_t num_ids_, k_;
-    CandidateShared& s_;
-    const int32_t thread_;
-    int32_t size_ = 1, rank_ = 0, slice_shift_ = 0;  // of the cluster; threads that read a peer
-    uint64_t lowest_ = 0;                            // of the last cut
-
-  private:
-    template <class T>
-    __device__ T* of_peer(T* own, int32_t peer) const {
-        return cooperative_groups::this_cluster().map_shared_rank(own, static_cast<unsigned>(peer));
-    }
-
-    // Calls f(pair) for this thread's part of all candidates of the cluster.
-    template <class F>
-    __device__ __forceinline__ void for_each(const uint64_t (&fetched)[kFetched],
-                                             const F& f) const {
-        if (kCluster) {
-#pragma unroll
-            for (int i = 0; i < kFetched; ++i) f(fetched[i]);
-        } else {
-            const int32_t count = s_.kept;
-#pragma unroll 1
-            for (int32_t i = thread_; i < count; i += kClusterThreads) f(s_.pairs[i]);
-        }
-    }
-
-    // This thread's part of the candidates of all blocks; false where there are more.
-    __device__ bool fetch(uint64_t (&fetched)[kFetched]) const {
-        const int32_t slice = 1 << slice_shift_;
-        const int32_t peer = thread_ >> slice_shift_, first = thread_ & (slice - 1);
-        const int32_t count = *of_peer(&s_.kept, peer);
-        const uint64_t* pairs = of_peer(&s_.pairs[first], peer);
-#pragma unroll
-        for (int i = 0; i < kFetched; ++i) fetched[i] = pairs[i << slice_shift_];
-#pragma unroll
-        for (int i = 0; i < kFetched; ++i) {
-            if (first + (i << slice_shift_) >= count) fetched[i] = 0;
-        }
-        return count <= kFetched << slice_shift_;
-    }
-
-    // The lowest result, by bins of kFineBits of the keys above base. False where there are more
-    // pairs in a bin than can be compared, or fewer than k in all.
-    __device__ bool find_fine(uint32_t base, const uint64_t (&fetched)[kFetched], int32_t& total) {
-        const auto bin_of = [&](uint64_t pair) {
-            const uint32_t above = static_cast<uint32_t>(pair >> 32) - base;
-            return min(above >> kFineBits, uint32_t{kDigitBins - 1});
-        };
-        uint32_t* bins = reinterpret_cast<uint32_t*>(s_.bins);
-        s_.bins[thread_] = {0, 0, 0, 0};
-        __syncthreads();
-        for_each(fetched, [&](uint64_t pair) {
-            if (pair != 0) atomicAdd(&bins[bin_of(pair)], 1u);
-        });
-        __syncthreads();
-        if (kCluster) cluster_arrive_relaxed();  // all pairs have come
-        total = find_bin(s_.bins[kClusterThreads - 1 - thread_], k_);
-        if (total <= k_) {
-            lowest_ = kAnyPair;
-            return total == k_ || base <= 1;
-        }
-        total = k_;
-        const uint32_t bin = static_cast<uint32_t>(s_.bin);
-        const int32_t need = k_ - s_.above, inside = s_.inside;
-        lowest_ = uint64_t{base + (bin << kFineBits)} << 32;
-        if (inside == need) return true;
-        if (inside > kClusterThreads) return false;
-        for_each(fetched, [&](uint64_t pair) {
-            if (pair != 0 && bin_of(pair) == bin) s_.tied[atomicAdd(&s_.num_tied, 1)] = pair;
-        });
-        __syncthreads();
-        if (thread_ < inside) {
-            const uint64_t own = s_.tied[thread_];
-            int32_t better = 0;
-            for (int32_t i = 0; i < inside; ++i) better += s_.tied[i] > own ? 1 : 0;
-            if (better == need - 1) s_.lowest = own;
-        }
-        __syncthreads();
-        lowest_ = s_.lowest;
-        return true;
-    }
-
-    // Results among the fetched pairs of lower blocks.
-    __device__ int32_t results_before(const uint64_t (&fetched)[kFetched]) {
-        if (!kCluster) return 0;
-        int32_t own = 0;
-        if (thread_ >> slice_shift_ < rank_) {
-#pragma unroll
-            for (int i = 0; i < kFetched; ++i) own += fetched[i] >= lowest_ ? 1 : 0;
-        }
-        own = __reduce_add_sync(0xffffffffu, own);
-        if (thread_ % 32 == 0 && own > 0) atomicAdd(&s_.below, own);
-        __syncthreads();
-        return s_.below;
     }
 
     // Four bins of the cluster: each block adds up a slice, then everybody reads the slices.
@@ -285,52 +397,41 @@ class Candidates {
         return *of_peer(&s_.sums[place & (slice - 1)], place >> slice_shift_);
     }
 
-    // Finds the bin of the need-th best; `own`: four bins, the highest those of thread 0. Returns
-    // the sum of all bins. Ends with a barrier.
-    __device__ int32_t find_bin(const uint4& own, int32_t need) {
-        const uint32_t bins[kUnit] = {own.w, own.z, own.y, own.x};
-        const int32_t place = kClusterThreads - 1 - thread_;
+    // Finds the bin of the need-th best. A thread has kOwn bins of this sum, which get(bins) gives;
+    // the highest are those of thread 0. Returns the sum of all bins. Ends with a barrier.
+    template <int kOwn, class Get>
+    __device__ int32_t find_bin(int32_t sum, int32_t need, const Get& get) {
         int32_t before, total;
-        const int32_t sum = static_cast<int32_t>(own.x + own.y + own.z + own.w);
         ClusterScan(s_.scan).ExclusiveSum(sum, before, total);
         if (before < need && need <= before + sum) {
+            uint32_t bins[kOwn];
+            get(bins);
+            int32_t bin = 0, above = 0, inside = 0;
 #pragma unroll
-            for (int b = 0; b < kUnit; ++b) {
-                const int32_t inside = static_cast<int32_t>(bins[b]);
-                if (before < need && need <= before + inside) {
-                    s_.bin = kUnit * place + kUnit - 1 - b;
-                    s_.above = before;
-                    s_.inside = inside;
-                }
-                before += inside;
+            for (int b = kOwn - 1; b >= 0; --b) {
+                const int32_t own = static_cast<int32_t>(bins[b]);
+                const bool here = before < need && need <= before + own;
+                bin = here ? b : bin;
+                above = here ? before : above;
+                inside = here ? own : inside;
+                before += own;
             }
+            s_.bin = kOwn * (kClusterThreads - 1 - thread_) + bin;
+            s_.above = above;
+            s_.inside = inside;
         }
         __syncthreads();
         return total;
     }
-
-    // Results of the blocks before this one, counted by all; `total`: of all blocks.
-    __device__ int32_t count_results(int32_t& total) {
-        const int32_t count = s_.kept;
-        int32_t own = 0;
-#pragma unroll 1
-        for (int32_t i = thread_; i < count; i += kClusterThreads) {
-            own += s_.pairs[i] >= lowest_ ? 1 : 0;
-        }
-        int32_t before;
-        __syncthreads();
-        ClusterScan(s_.scan).ExclusiveSum(own, before, total);
-        if (!kCluster) return 0;
-        if (thread_ < size_) *of_peer(&s_.counts[rank_], thread_) = total;
-        cooperative_groups::this_cluster().sync();
-        total = 0;
-        int32_t base = 0;
-        for (int32_t peer = 0; peer < size_; ++peer) {
-            if (peer == rank_) base = total;
-            total += s_.counts[peer];
-        }
-        return base;
+    __device__ int32_t find_bin_of(const uint4& own, int32_t need) {
+        const int32_t sum = static_cast<int32_t>(own.x + own.y + own.z + own.w);
+        return find_bin<kUnit>(sum, need, [&](uint32_t (&bins)[kUnit]) {
+            bins[0] = own.x, bins[1] = own.y, bins[2] = own.z, bins[3] = own.w;
+        });
     }
+
+    Fetched fetched_;
+    bool alone_;  // the last cut was found by every block alone
 };
 
 }  // namespace flash_csa::sm90

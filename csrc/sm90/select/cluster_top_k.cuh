@@ -1,225 +1,232 @@
 // The k best of a row of scores, by a cluster of blocks: larger order key first, then lower id;
 // results in ascending id. Exact for any scores.
 //
-// Each block owns a range of ids and keeps candidates, pairs (key, ~id), in shared memory:
-//   1. sample   some ids of all ranges make one histogram of leading key bits; its tail says which
-//               bound a few more than k scores of the row will reach.
+// Each block has its part of the ids and keeps candidates, keys and places, in shared memory:
+//   1. sample   some ids of its part make a histogram of leading key bits; its tail says which
+//               bound a few more of the part's scores will reach than it has results, if those are
+//               spread evenly.
 //   2. filter   scores below the bound are dropped by one comparison. Where candidates fill up, a
 //               block cuts its own down to its k best, which raises its bound.
 //   3. cut      every block fetches all candidates of the cluster and finds the k-th best: one
-//               histogram of the keys above the bound, then the few pairs of one bin are compared.
-//   4. emit     a bit per id and a prefix sum give every result its place.
-// The bound is only a guess: too high, and the row is filtered again without one; too low, or many
-// ties, and step 3 counts digits of the pairs over the cluster instead.
+//               histogram of the keys above the bounds, then the few pairs of one bin are compared.
+//   4. emit     a bit per id, counts of the lines of all blocks and a prefix sum give every result
+//               its place.
+// The bounds are only guesses: where the k-th best is below one of them, it is a bound itself, with
+// which the row is filtered again; where there are fewer than k, the row is filtered without one.
+// Too many candidates, or many ties, and step 3 counts digits of the pairs over the cluster.
 // Atomics only count and collect, so results do not depend on their order, nor on how ids are cut.
 //
 // A Source gives the scores. Four neighbouring ids, the first a multiple of 4, are a unit:
 //     source.count()       ids of the row
-//     source.load(id)      scores of a unit; NaN beyond the end
-//     source.present(id)   4 bits: those that are visible and on a page
+//     source.load(id)      scores of a unit, undefined where they are not present
+//     source.present(id)   4 bits: those that are visible and on a page; all of the row's, where
+//                          kAlwaysPresent
 //     source.forced()      where kForces: an id that is first whatever its score, or -1
+// Where kBlocks, a unit is the maxima of four blocks of ids, and those are what is sampled and
+// filtered: entries of other blocks than the k best by their maxima are not among the k best.
+//     source.load(block)   maxima of four blocks
+//     source.entries(id)   scores of four ids; NaN beyond the end
 #pragma once
 
 #include <cstdint>
 
 #include "sm90/select/candidates.cuh"
+#include "sm90/select/unit.cuh"
 
 namespace flash_csa::sm90 {
 
-struct Share {           // of a row's ids
-    int32_t begin, end;  // those of this block; begin a multiple of 4
-    int32_t longest;     // of all blocks of the cluster, all but the last of that length
-};
-
 // kUnits: of a thread in flight, 2 or a multiple of kLookUnits.
 template <bool kCluster, int kUnits, class Source>
-class ClusterTopK : Candidates<kCluster> {
-    using Base = Candidates<kCluster>;
-    using Base::clear, Base::id_of, Base::k_, Base::lowest_, Base::s_, Base::thread_;
+class ClusterTopK : Candidates<kCluster, Source::kLine> {
+    static constexpr int kLine = Source::kLine;
+    using Base = Candidates<kCluster, kLine>;
+    using Base::k_, Base::lowest_, Base::rank_, Base::s_, Base::share_, Base::thread_;
 
   public:
-    __device__ ClusterTopK(const Source& source, int32_t k, CandidateShared& shared)
-        : Base(source.count(), k, shared), source_(source) {}
+    __device__ ClusterTopK(const Source& source, int32_t size_log, int32_t k,
+                           CandidateShared& shared)
+        : Base({source.count(), kCluster ? size_log : 0}, k, shared),
+          source_(source),
+          length_(share_.length()),
+          id_(share_.template id<kLine / kPer>(kUnit * thread_, rank_)) {}
 
     // All threads of the cluster call. sink(index, id, key) once for each result; returns their
-    // number.
+    // number. units: as load leaves them.
     template <class Sink>
-    __device__ int32_t run(const Share& share, const Sink& sink) {
-        const bool whole = share.longest <= kChunk;
-        float4 units[kUnits], some[kSampleUnits];
-        end_ = share.end;
-        clear();
-        load(share, units);
+    __device__ int32_t run(float4 (&units)[kUnits], const Sink& sink) {
+        const bool whole = span() <= kChunk;
+        float4 some[kSampleUnits];
+        Base::clear();
         if (whole) {
-            if constexpr (!Source::kAlwaysPresent) drop_absent(share, units);
+            drop_absent(units);
             some[0] = units[0];
+            some[1] = units[1];
         } else {
-            load_sample(share, some);
+            load_sample(some);
         }
-        sample(some, share.longest);
+        sample(some);
         int32_t total;
         for (bool verified = whole;; verified = false) {
-            stream(share, units);
+            stream(units);
             if (!verified) verify();
-            __syncthreads();
-            if (finish(share, total, sink)) return total;
-            load(share, units);
+            if constexpr (Source::kBlocks) expand();
+            if (finish(total, sink)) return total;
+            load(units);
         }
     }
 
-    // The same for `count` candidates, at most kCandidates, that are among the pairs already, by
-    // one block. base: below their keys.
-    template <class Sink>
-    __device__ int32_t run_list(int32_t count, uint32_t base, const Sink& sink) {
-        static_assert(!kCluster);
-        clear();
-        if (thread_ == 0) s_.kept = count;
-        base_ = base;
-        __syncthreads();
-        int32_t total;
-        finish({0, source_.count(), source_.count()}, total, sink);
-        return total;
-    }
-
-    // After a run: scores of higher ids that are below this are not among the k best.
-    __device__ float bound() const {
-        const uint32_t key = static_cast<uint32_t>(lowest_ >> 32);
-        return score_from(static_cast<uint32_t>(lowest_) == 0 ? key : key + 1);
-    }
-
-    // After a run: no result has a lower key.
-    __device__ uint32_t lowest_key() const { return static_cast<uint32_t>(lowest_ >> 32); }
-
-  private:
-    static constexpr int kChunk = kUnits * kStripe;
-    static constexpr int kSampleUnits = 2;  // of a thread, where the row is not held whole
-
-    // Among the ids of this block.
-    __device__ bool is_forced(int32_t id) const {
-        return Source::kForces && id == source_.forced() && id < end_;
-    }
-    __device__ uint32_t key_of(int32_t id, float score) const {
-        return is_forced(id) ? kForcedKey : order_key(score);
-    }
-    __device__ int32_t unit_id(int32_t first, int u) const {
-        return first + u * kStripe + kUnit * thread_;
-    }
-    __device__ float4 load_unit(int32_t id, int32_t end) const {
-        const float nan = bits_float(kNanBits);
-        return id < end ? source_.load(id) : float4{nan, nan, nan, nan};
-    }
-
-    // Pairs of units that lie beyond the range, all but the first, are left as they are.
-    __device__ void load(const Share& share, float4 (&units)[kUnits]) const {
+    // The first units. Pairs that lie beyond the part, all but the first, are left as they are.
+    __device__ void load(float4 (&units)[kUnits]) const {
 #pragma unroll
         for (int u = 0; u < kUnits; u += 2) {
-            if (u > 0 && share.begin + u * kStripe >= share.end) break;
-            units[u] = load_unit(unit_id(share.begin, u), share.end);
-            units[u + 1] = load_unit(unit_id(share.begin, u + 1), share.end);
+            if (u > 0 && u * kStripe >= span()) break;
+            units[u] = load_unit(unit_id(u * kStripe));
+            units[u + 1] = load_unit(unit_id((u + 1) * kStripe));
         }
     }
 
-    // Scores that are not present become NaN.
-    __device__ static void drop_absent(uint32_t present, float4& unit) {
-        const float nan = bits_float(kNanBits);
-        if ((present & 1) == 0) unit.x = nan;
-        if ((present & 2) == 0) unit.y = nan;
-        if ((present & 4) == 0) unit.z = nan;
-        if ((present & 8) == 0) unit.w = nan;
+  private:
+    static constexpr int kPer = Source::kBlocks ? kPoolBlock : 1;  // ids of a score in a unit
+    static constexpr int kChunk = kUnits * kStripe;
+    static constexpr int kSampleUnits = kCluster && kUnits >= 4 ? 4 : 2;  // of longer parts
+
+    // The row's scores in units, and the places of those.
+    __device__ int32_t count() const { return (share_.count + kPer - 1) / kPer; }
+    __device__ int32_t span() const { return length_ / kPer; }
+
+    __device__ bool is_forced(int32_t id) const {
+        return Source::kForces && id == source_.forced();
     }
-    __device__ void drop_absent(const Share& share, float4 (&units)[kUnits]) const {
-        uint32_t present[kUnits];
+    // Of this thread's unit in the stripe that begins at a place.
+    __device__ int32_t unit_id(int32_t stripe) const { return id_ + (stripe << share_.size_log); }
+    __device__ float4 load_unit(int32_t id) const {
+        if (id >= count()) return only(0, {});
+        const float4 unit = source_.load(id);
+        return Source::kAlwaysPresent ? only_counted(id, unit) : unit;
+    }
+
+    __device__ float4 only_counted(int32_t id, const float4& unit) const {
+        return id + kUnit <= count() ? unit : only(first_of_four(count() - id), unit);
+    }
+    __device__ uint32_t present(int32_t id) const { return id < count() ? source_.present(id) : 0; }
+    // Scores that are not present are undefined; they become NaN. Pairs, as load has them.
+    __device__ void drop_absent(float4 (&units)[kUnits]) const {
+        if constexpr (Source::kAlwaysPresent) {
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
-            if (share.begin + u * kStripe >= share.end) break;
-            const int32_t id = unit_id(share.begin, u);
-            present[u] = id < share.end ? source_.present(id) : 0;
-        }
+            for (int u = 0; u < kUnits; ++u) {
+                if (u % 2 == 0 && u * kStripe >= span()) break;
+                units[u] = only_counted(unit_id(u * kStripe), units[u]);
+            }
+        } else {
+            uint32_t bits[kUnits];
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
-            if (share.begin + u * kStripe >= share.end) break;
-            drop_absent(present[u], units[u]);
+            for (int u = 0; u < kUnits; ++u) {
+                if (u % 2 == 0 && u * kStripe >= span()) break;
+                bits[u] = present(unit_id(u * kStripe));
+            }
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) {
+                if (u % 2 == 0 && u * kStripe >= span()) break;
+                units[u] = only(bits[u], units[u]);
+            }
         }
     }
 
-    // Stripes of 128 ids, evenly spread over the range.
-    __device__ void load_sample(const Share& share, float4 (&units)[kSampleUnits]) const {
+    // Lines evenly spread over the part.
+    __device__ void load_sample(float4 (&units)[kSampleUnits]) const {
         constexpr int kLines = kSampleUnits * kClusterThreads / 32;
-        const int32_t gap = share.longest / kLines / 128 * 128;
+        const int32_t gap = span() / kLines / 128 * 128;
+        uint32_t bits[kSampleUnits];
 #pragma unroll
         for (int u = 0; u < kSampleUnits; ++u) {
             const int32_t line = u * (kClusterThreads / 32) + thread_ / 32;
-            const int32_t id = share.begin + line * gap + kUnit * (thread_ % 32);
-            units[u] = load_unit(id, share.end);
-            drop_absent(id < share.end ? source_.present(id) : 0, units[u]);
+            const int32_t place = line * gap + kUnit * (thread_ % 32);
+            const int32_t id = share_.template id<kLine / kPer>(place, rank_);
+            units[u] = load_unit(id);
+            bits[u] = Source::kAlwaysPresent ? 0xfu : present(id);
         }
+#pragma unroll
+        for (int u = 0; u < kSampleUnits; ++u) units[u] = only(bits[u], units[u]);
     }
 
-    // Sets the bound, from one unit of every thread, or kSampleUnits where ranges are longer.
-    __device__ void sample(const float4 (&units)[kSampleUnits], int32_t longest) {
-        const bool whole = longest <= kChunk;
-        uint32_t* bins = reinterpret_cast<uint32_t*>(s_.bins);
+    // Sets the bound, from two units of every thread; kSampleUnits where the part is not held
+    // whole.
+    __device__ void sample(const float4 (&units)[kSampleUnits]) {
+        const int32_t sampled = span() > kChunk ? kSampleUnits : 2;
+        uint32_t* bins = reinterpret_cast<uint32_t*>(s_.sample);
 #pragma unroll
         for (int u = 0; u < kSampleUnits; ++u) {
-            if (u > 0 && whole) break;
+            if (u >= sampled || u * kStripe >= span()) break;
             const float values[kUnit] = {units[u].x, units[u].y, units[u].z, units[u].w};
 #pragma unroll
             for (int e = 0; e < kUnit; ++e) {
-                const uint32_t key = order_key(values[e]);
-                if (key != 0) atomicAdd(&bins[key >> 21], 1u);
+                const uint32_t key = order_key(values[e]), bin = key >> Base::kSampleShift;
+                if (key != 0) atomicAdd(&bins[bin / 2], bin % 2 ? 0x10000u : 1u);
             }
         }
-        // Of k scores so many are expected in the sample, and some more for its deviation.
-        const float taken =
-            static_cast<float>(min(longest, whole ? kStripe : kSampleUnits * kStripe));
-        const float mean = static_cast<float>(k_) * taken / static_cast<float>(max(longest, 1));
-        const float enough = mean + 4.5f * sqrtf(mean) + 6.0f;
-        const int32_t wanted = longest <= kStripe ? k_ : min(k_, static_cast<int32_t>(enough));
-        ClusterCut cut{0, 64, wanted, false};
-        Base::template narrow<kCluster>(cut, 53);
-        set_base(static_cast<uint32_t>(cut.lowest() >> 32));
+        // So many results are expected in the sample, and some more for its deviation.
+        int32_t taken = sampled * kStripe;
+        if (taken >= span()) {
+            taken = 0;
+            for (int32_t place = 0; place < span(); place += kLine / kPer) {
+                const int32_t left = count() - share_.template id<kLine / kPer>(place, rank_);
+                taken += min(max(left, 0), kLine / kPer);
+            }
+        }
+        const float part = static_cast<float>(taken) / static_cast<float>(max(count(), 1));
+        const float mean = static_cast<float>(k_) * part;
+        const float enough = mean + 4.f * sqrtf(mean) + 1.f;
+        const int32_t wanted = part < 1.f ? min(k_, static_cast<int32_t>(enough)) : k_;
+        __syncthreads();
+        set_base(Base::find_sampled(wanted));
     }
 
     __device__ void set_base(uint32_t base) {
-        base_ = base;
+        base_ = least_ = base;
         bound_ = score_from(base);
     }
 
-    // Keeps those of two units that reach the bound.
-    __device__ __forceinline__ void append(int32_t id, const float4& a, const float4& b) {
+    // Keeps those of two units that reach the bound; the first is at this place and id.
+    __device__ __forceinline__ void append(int32_t place, int32_t id, const float4& a,
+                                           const float4& b) {
         const float values[2 * kUnit] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        uint32_t pass = 0;
+        uint32_t pass = 0, forced = 0;
 #pragma unroll
         for (int e = 0; e < 2 * kUnit; ++e) {
-            const bool forced = is_forced(id + e / kUnit * kStripe + e % kUnit);
-            if (values[e] >= bound_ || forced) pass |= 1u << e;
+            if (values[e] >= bound_) pass |= 1u << e;
+            const int32_t stripe = e / kUnit * kStripe;
+            if (is_forced(id + (stripe << share_.size_log) + e % kUnit)) forced |= 1u << e;
         }
+        pass |= forced;
         if (pass == 0) return;
         int32_t at = atomicAdd(&s_.kept, __popc(pass));
         full_ |= at + __popc(pass) > kTrigger;
         do {
             const int32_t e = __ffs(static_cast<int>(pass)) - 1;
-            pass &= pass - 1;
             const float4 unit = e & 4 ? b : a;
             const float2 pair = e & 2 ? float2{unit.z, unit.w} : float2{unit.x, unit.y};
-            const int32_t own = id + (e & 4 ? kStripe : 0) + (e & 3);
-            const uint32_t key = key_of(own, e & 1 ? pair.y : pair.x);
-            s_.pairs[at++] = uint64_t{key} << 32 | ~static_cast<uint32_t>(own);
+            s_.keys[at] = forced >> e & 1 ? kForcedKey : order_key(e & 1 ? pair.y : pair.x);
+            s_.places[at] = static_cast<uint32_t>(place + (e & 4 ? kStripe : 0) + (e & 3));
+            ++at;
+            pass &= pass - 1;
         } while (pass != 0);
     }
 
-    // The whole range; its first units have come. A unit's successor is loaded as soon as it is
+    // The whole part; its first units have come. A unit's successor is loaded as soon as it is
     // done with.
-    __device__ void stream(const Share& share, float4 (&units)[kUnits]) {
-        for (int32_t first = share.begin; first < share.end; first += kChunk) {
+    __device__ void stream(float4 (&units)[kUnits]) {
+        for (int32_t first = 0; first < span(); first += kChunk) {
 #pragma unroll
             for (int u = 0; u < kUnits; u += 2) {
-                if (u >= kLookUnits && first + u * kStripe >= share.end) break;
-                if (u % kLookUnits == 0 && __syncthreads_or(full_)) refine();
-                const int32_t id = unit_id(first, u);
-                if (id < share.end) append(id, units[u], units[u + 1]);
-                units[u] = load_unit(id + kChunk, share.end);
-                units[u + 1] = load_unit(id + kStripe + kChunk, share.end);
+                const int32_t stripe = first + u * kStripe;
+                if (u >= kLookUnits && stripe >= span()) break;
+                if (u % kLookUnits == 0 && stripe > 0 && __syncthreads_or(full_)) refine(true);
+                const int32_t id = unit_id(stripe);
+                if (stripe < span()) {
+                    append(stripe + kUnit * thread_, id, units[u], units[u + 1]);
+                }
+                units[u] = load_unit(id + (kChunk << share_.size_log));
+                units[u + 1] = load_unit(id + (kStripe + kChunk << share_.size_log));
             }
         }
     }
@@ -231,96 +238,143 @@ class ClusterTopK : Candidates<kCluster> {
         const int32_t count = s_.kept;
 #pragma unroll 1
         for (int32_t i = thread_; i < count; i += kClusterThreads) {
-            const int32_t id = id_of(s_.pairs[i]);
-            if (id < 0) continue;  // nothing already
-            if ((source_.present(id & -kUnit) >> id % kUnit & 1) == 0) s_.pairs[i] = 0;
+            const int32_t id = id_at(i);
+            if ((source_.present(id & -kUnit) >> id % kUnit & 1) == 0) s_.keys[i] = 0;
         }
     }
 
-    // Cuts this block's candidates down to its k best. Ids to come are higher: they lose ties.
-    __device__ void refine() {
+    __device__ int32_t id_at(int32_t i) const {
+        return share_.id(static_cast<int32_t>(s_.places[i]), rank_);
+    }
+
+    // Puts the entries of blocks in their stead: of the k best, where there are more than are
+    // listed.
+    __device__ void expand() {
+        __syncthreads();
+        if (s_.kept > kMaxClusterTopK) refine(true);
+        const int32_t count = s_.kept;
+        for (int32_t i = thread_; i < count; i += kClusterThreads) s_.blocks[i] = s_.places[i];
+        __syncthreads();
+        if (thread_ == 0) s_.kept = 0;
+        full_ = false;
+        bound_ = score_from(least_);  // entries of equal score may have lower ids
+        __syncthreads();
+        const float nan = bits_float(kNanBits);
+#pragma unroll 1
+        for (int32_t first = 0; first < 2 * count; first += kClusterThreads) {
+            if (first > 0 && __syncthreads_or(full_)) refine(false);
+            const int32_t i = first + thread_;
+            if (i >= 2 * count) continue;
+            const int32_t place =
+                kPoolBlock * static_cast<int32_t>(s_.blocks[i / 2]) + i % 2 * kUnit;
+            const int32_t id = share_.id(place, rank_);
+            append(place, id, source_.entries(id), {nan, nan, nan, nan});
+        }
+    }
+
+    // Cuts this block's candidates down to its k best. ascending: ids to come are higher, so that
+    // they lose ties.
+    __device__ void refine(bool ascending) {
         verify();
-        lowest_ = Base::template find_cut<false>({0, 64, k_, false});
+        lowest_ = Base::template find_cut<false>({0, 64, k_, false}).lowest();
         const int32_t count = s_.kept;
         int32_t kept = 0;
 #pragma unroll 1
         for (int32_t first = 0; first < count; first += kClusterThreads) {
             const int32_t i = first + thread_;
-            const uint64_t pair = i < count ? s_.pairs[i] : 0;
+            const uint32_t key = i < count ? s_.keys[i] : 0, place = i < count ? s_.places[i] : 0;
+            const bool stays = i < count && Base::is_result(i);
             int32_t before, total;
-            ClusterScan(s_.scan).ExclusiveSum(pair >= lowest_ ? 1 : 0, before, total);
-            if (pair >= lowest_) s_.pairs[kept + before] = pair;
+            ClusterScan(s_.scan).ExclusiveSum(stays ? 1 : 0, before, total);
+            if (stays) {
+                s_.keys[kept + before] = key;
+                s_.places[kept + before] = place;
+            }
             kept += total;
             __syncthreads();
         }
         if (thread_ == 0) s_.kept = kept;
         full_ = false;
-        if (lowest_ > kAnyPair) bound_ = bound();
+        if (lowest_ > kAnyPair) {
+            least_ = static_cast<uint32_t>(lowest_ >> 32);
+            bound_ = score_from(least_ + (ascending && static_cast<uint32_t>(lowest_) != 0));
+        }
         __syncthreads();
     }
 
-    // From the candidates to the results. False where the bound was too high: it is gone, and the
+    // From the candidates to the results. False where a bound was too high: it is lowered, and the
     // row is to be filtered again.
     template <class Sink>
-    __device__ bool finish(const Share& share, int32_t& total, const Sink& sink) {
-        const int32_t before = Base::cut(base_, total);
-        if (total < k_ && base_ > 1) {
-            clear();
-            full_ = false;
-            set_base(0);
-            return false;
-        }
-        emit(before, share, sink);
-        return true;
+    __device__ bool finish(int32_t& total, const Sink& sink) {
+        uint32_t base = base_;
+        const bool found = Base::cut(base, total);
+        if (found) emit(sink);
+        Base::leave();
+        if (found) return true;
+        Base::clear();
+        full_ = false;
+        set_base(base);
+        return false;
     }
 
     template <class Sink>
-    __device__ void emit(int32_t base, const Share& share, const Sink& sink) {
+    __device__ void emit(const Sink& sink) {
         const int32_t count = s_.kept;
         uint32_t* mask = reinterpret_cast<uint32_t*>(s_.mask);
         const int32_t* ranks = reinterpret_cast<const int32_t*>(s_.ranks);
-        for (int32_t first = share.begin; first < share.end; first += 32 * kWindowWords) {
-            __syncthreads();
-            s_.mask[thread_] = {0, 0, 0, 0};
-            __syncthreads();
+        int32_t base = 0;
+        for (int32_t window = 0; window < length_; window += kWindow) {
+            if (window > 0) Base::next_window();
 #pragma unroll 1
             for (int32_t i = thread_; i < count; i += kClusterThreads) {
-                const uint32_t at = static_cast<uint32_t>(id_of(s_.pairs[i]) - first);
-                if (at < 32 * kWindowWords && s_.pairs[i] >= lowest_) {
-                    atomicOr(&mask[at / 32], 1u << at % 32);
-                }
+                const uint32_t at = s_.places[i] - static_cast<uint32_t>(window);
+                if (at < kWindow && Base::is_result(i)) atomicOr(&mask[at / 32], 1u << at % 32);
             }
+            Base::count_lines(window);
             __syncthreads();
             base += rank_words(base);
             __syncthreads();
 #pragma unroll 1
             for (int32_t i = thread_; i < count; i += kClusterThreads) {
-                const uint64_t pair = s_.pairs[i];
-                const uint32_t at = static_cast<uint32_t>(id_of(pair) - first);
-                if (at >= 32 * kWindowWords || pair < lowest_) continue;
+                const uint32_t at = s_.places[i] - static_cast<uint32_t>(window);
+                if (at >= kWindow || !Base::is_result(i)) continue;
                 const uint32_t lower = mask[at / 32] & ((1u << at % 32) - 1);
-                sink(ranks[at / 32] + __popc(lower), id_of(pair),
-                     static_cast<uint32_t>(pair >> 32));
+                sink(ranks[at / 32] + __popc(lower), id_at(i), s_.keys[i]);
             }
         }
         __syncthreads();
     }
 
-    // Writes the ranks of all words, counted from base; returns the number of bits.
+    // Writes the ranks of this thread's words, counted from base; returns the number of results in
+    // the window, of all blocks. The last thread of a line counts those of other blocks on it.
     __device__ int32_t rank_words(int32_t base) {
         const uint4 words = s_.mask[thread_];
         const int32_t x = __popc(words.x), y = __popc(words.y), z = __popc(words.z);
-        int32_t before, total;
-        ClusterScan(s_.scan).ExclusiveSum(x + y + z + __popc(words.w), before, total);
-        before += base;
+        int32_t sum = x + y + z + __popc(words.w), lower = 0, before, total;
+        if (kCluster) {
+            constexpr int kThreads = kLine / 128;  // of a line
+            const uint32_t line = s_.lines[thread_ / kThreads];
+            int32_t own = sum;
+#pragma unroll
+            for (int lane = 1; lane < kThreads; lane *= 2) {
+                own += __shfl_xor_sync(0xffffffffu, own, lane);
+            }
+            if (thread_ % kThreads == kThreads - 1)
+                sum += static_cast<int32_t>(line & 0xffffu) - own;
+            lower = static_cast<int32_t>(line >> 16);
+        }
+        ClusterScan(s_.scan).ExclusiveSum(sum, before, total);
+        before += base + lower;
         s_.ranks[thread_] = {before, before + x, before + x + y, before + x + y + z};
         return total;
     }
 
     const Source& source_;
-    uint32_t base_ = 0;  // key of the bound
-    float bound_ = 0.f;  // candidates are at least this
-    int32_t end_ = 0;    // of the ids of this block
+    const int32_t length_;  // places
+    const int32_t id_;      // of this thread's first unit
+    uint32_t base_ = 0;     // key of the bound
+    uint32_t least_ = 0;    // of the last, which may be that of a cut
+    float bound_ = 0.f;     // candidates are at least this
     bool full_ = false;
 };
 

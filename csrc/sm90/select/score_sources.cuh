@@ -1,21 +1,26 @@
 // A row of scores in device memory as sources for ClusterTopK: its entries, those inside a pool,
 // and its blocks. Page sizes are powers of two, at least kPoolBlock, and scores are aligned to 16
-// bytes: neighbours up to a block lie on one page, and four are one load.
+// bytes, columns a multiple of four: neighbours up to a block lie on one page, four are one load.
 #pragma once
 
 #include <cstdint>
 
 #include "core/columns.h"
 #include "core/scoring.h"
+#include "sm90/select/unit.cuh"
 
 namespace flash_csa::sm90 {
 
 struct PagedRow {
     Columns columns;
     const float* scores;
+    const float* maxima;  // of blocks, where those are in memory
     int32_t page_shift;
     uint32_t last_page;  // with 32-bit slots
 
+    __device__ int32_t num_blocks() const {
+        return columns.count / kPoolBlock + (columns.count % kPoolBlock != 0);
+    }
     // Whether the entries around a visible position are on a page.
     __device__ bool on_page(int32_t position) const {
         return static_cast<uint32_t>(columns.pages[position >> page_shift]) <= last_page;
@@ -24,38 +29,36 @@ struct PagedRow {
         return slot_of(columns.pages[position >> page_shift], columns.page_size,
                        position & (columns.page_size - 1));
     }
-    // Four columns; NaN from `count` on, where scores are undefined.
+    // Four columns of which one counts; the scores of those that do not are undefined.
     __device__ __forceinline__ float4 load(int32_t column) const {
-        const float* at = scores + column;
-        if (column + 4 <= columns.count) return __ldcs(reinterpret_cast<const float4*>(at));
-        const float nan = bits_float(kNanBits);
-        const int32_t left = columns.count - column;
-        return {left > 0 ? at[0] : nan, left > 1 ? at[1] : nan, left > 2 ? at[2] : nan, nan};
+        return __ldcs(reinterpret_cast<const float4*>(scores + column));
     }
 };
 
 __device__ inline PagedRow paged_row(const Columns& columns, const float* scores,
-                                     int32_t page_shift) {
-    return {columns, scores, page_shift, uint32_t{INT32_MAX} >> page_shift};
+                                     const float* maxima, int32_t page_shift) {
+    return {columns, scores, maxima, page_shift, uint32_t{INT32_MAX} >> page_shift};
 }
 
 // Ids are columns, which are positions.
 struct EntryScores {
-    static constexpr bool kForces = false, kAlwaysPresent = false;
+    static constexpr int kLine = 2048;
+    static constexpr bool kForces = false, kAlwaysPresent = false, kBlocks = false;
     const PagedRow& row;
 
     __device__ static constexpr int32_t forced() { return -1; }
     __device__ int32_t count() const { return row.columns.count; }
     __device__ __forceinline__ float4 load(int32_t id) const { return row.load(id); }
     __device__ __forceinline__ uint32_t present(int32_t id) const {
-        return row.on_page(id) ? 0xfu : 0u;
+        return row.on_page(id) ? first_of_four(count() - id) : 0;
     }
     __device__ int32_t position(int32_t id) const { return id; }
 };
 
 // Ids are columns of a pool: a unit is half a block.
 struct PoolScores {
-    static constexpr bool kForces = false, kAlwaysPresent = false;
+    static constexpr int kLine = 2048;
+    static constexpr bool kForces = false, kAlwaysPresent = false, kBlocks = false;
     const PagedRow& row;
 
     __device__ static constexpr int32_t forced() { return -1; }
@@ -65,8 +68,7 @@ struct PoolScores {
         const int64_t position = row.columns.position(id);
         if (!row.columns.visible(position)) return 0;
         const int32_t visible = row.columns.n_vis - static_cast<int32_t>(position);
-        const uint32_t bits = visible >= 4 ? 0xfu : (1u << visible) - 1;
-        return row.on_page(static_cast<int32_t>(position)) ? bits : 0;
+        return row.on_page(static_cast<int32_t>(position)) ? first_of_four(visible) : 0;
     }
     __device__ int32_t position(int32_t id) const {
         return static_cast<int32_t>(row.columns.position(id));
@@ -74,20 +76,28 @@ struct PoolScores {
 };
 
 // Ids are blocks, whose scores are maxima; the newest is forced in.
-struct BlockScores {
-    static constexpr bool kForces = true, kAlwaysPresent = true;
+struct BlockIds {
+    static constexpr int kLine = 128;
+    static constexpr bool kForces = true, kAlwaysPresent = true, kBlocks = false;
     const PagedRow& row;
 
-    __device__ int32_t count() const {
-        return row.columns.count / kPoolBlock + (row.columns.count % kPoolBlock != 0);
-    }
+    __device__ int32_t count() const { return row.num_blocks(); }
     __device__ int32_t forced() const {
         return row.columns.n_vis > 0 ? (row.columns.n_vis - 1) / kPoolBlock : -1;
     }
+    __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
+};
+
+struct BlockScores : BlockIds {
     __device__ float maximum(int32_t block) const {
         const int32_t first = block * kPoolBlock;
         if (first >= row.columns.count || !row.on_page(first)) return bits_float(kNanBits);
-        const float4 a = row.load(first), b = row.load(first + 4);
+        float4 a = row.load(first), b = a;
+        if (first + 4 < row.columns.count) b = row.load(first + 4);
+        if (first + kPoolBlock > row.columns.count) {
+            a = only(first_of_four(row.columns.count - first), a);
+            b = only(first_of_four(row.columns.count - first - 4), b);
+        }
         // fmaxf leaves NaN out.
         return fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)),
                      fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
@@ -95,7 +105,32 @@ struct BlockScores {
     __device__ float4 load(int32_t id) const {
         return {maximum(id), maximum(id + 1), maximum(id + 2), maximum(id + 3)};
     }
+};
+
+// The same where the maxima are in memory, [blocks] and four more.
+struct BlockMaxima : BlockIds {
+    __device__ float maximum(int32_t block) const { return row.maxima[block]; }
+    __device__ __forceinline__ float4 load(int32_t id) const {
+        return __ldcs(reinterpret_cast<const float4*>(row.maxima + id));
+    }
+};
+
+// Ids are columns, which are positions; scores of those on no page are NaN. Units are maxima.
+struct EntryMaxima {
+    static constexpr int kLine = 1024;  // 128 maxima
+    static constexpr bool kForces = false, kAlwaysPresent = true, kBlocks = true;
+    const PagedRow& row;
+
+    __device__ static constexpr int32_t forced() { return -1; }
+    __device__ int32_t count() const { return row.columns.count; }
+    __device__ __forceinline__ float4 load(int32_t block) const {
+        return __ldcs(reinterpret_cast<const float4*>(row.maxima + block));
+    }
+    __device__ __forceinline__ float4 entries(int32_t id) const {
+        return id < count() ? only(first_of_four(count() - id), row.load(id)) : only(0, {});
+    }
     __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
+    __device__ int32_t position(int32_t id) const { return id; }
 };
 
 }  // namespace flash_csa::sm90

@@ -7,8 +7,8 @@
 // (cluster_top_k.cuh says how). Scores are read once, and once more for the pool; a row whose
 // entries do not fit the first look keeps candidates alone.
 //
-// Floor: 4 bytes a column. Limits: k and pool of at most 2048; page sizes 8, 16, .., 256; scores
-// aligned to 16 bytes. select.cu has the other shapes.
+// Floor: 4 bytes a column. Limits: k and pool of at most 2048; page sizes 8, 16, .., 256; columns a
+// multiple of 4, scores aligned to 16 bytes. select.cu has the other shapes.
 #include "sm90/common/cluster.h"
 #include "sm90/common/launch.h"
 #include "sm90/select/cluster_rows.cuh"
@@ -26,8 +26,11 @@ struct Shared {
     PagedRow row;
 };
 
-template <bool kCluster>
-__device__ void write_blocks(const PoolOut& out, int64_t row, const BlockScores& source,
+// Where the kernel looks for the best entries.
+enum class Among { Entries, Pool, BlockMaxima };
+
+template <bool kCluster, int kUnits, class Source>
+__device__ void write_blocks(const PoolOut& out, int64_t row, const Source& source,
                              int32_t size_log, CandidateShared& shared) {
     const auto put = [&](int32_t i, int32_t block, uint32_t key) {
         out.blocks.row(row)[i] = block;
@@ -35,52 +38,83 @@ __device__ void write_blocks(const PoolOut& out, int64_t row, const BlockScores&
         out.scores.row(row)[i] =
             score_of_key(key == kForcedKey ? order_key(source.maximum(block)) : key);
     };
-    ClusterTopK<kCluster, 2, BlockScores> top_k(source, out.width, shared);
-    const int32_t count = top_k.run(even_share_of<kCluster>(source.count(), size_log), put);
+    ClusterTopK<kCluster, kUnits, Source> top_k(source, size_log, out.width, shared);
+    float4 units[kUnits];
+    top_k.load(units);
+    const int32_t count = top_k.run(units, put);
     const int32_t thread = cluster_thread<kCluster>();
     for (int32_t i = count + thread; i < out.width; i += cluster_threads<kCluster>()) put(i, -1, 0);
     if (thread == 0) out.counts[row] = count;
 }
 
-template <bool kCluster, bool kInPool>
+template <bool kCluster, int kUnits, class Source>
+__device__ void write_row(const SelectParams& p, int64_t row, const Source& source,
+                          int32_t size_log, float4 (&units)[kUnits], CandidateShared& shared) {
+    ClusterTopK<kCluster, kUnits, Source> top_k(source, size_log, p.k, shared);
+    write_entries<kCluster>(p.out, row, p.k, source,
+                            [&](const auto& sink) { return top_k.run(units, sink); });
+}
+
+// maxima: of blocks of columns, where those are looked at; [R, columns / 8].
+template <bool kCluster, Among kAmong>
 __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
-    select_clusters_kernel(SelectParams p, int32_t page_shift, int32_t size_log) {
+    select_clusters_kernel(SelectParams p, Matrix<const float> maxima, int32_t page_shift,
+                           int32_t size_log) {
     extern __shared__ uint4 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     cudaGridDependencySynchronize();  // launched while the kernel in front was ending
+    if (!kCluster) size_log = 0;
     const int64_t row = blockIdx.x >> size_log;
+    const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
+    constexpr int kPer = kAmong == Among::BlockMaxima ? kPoolBlock : 1;  // columns of a value
+    constexpr int kLine = kPer > 1 ? EntryMaxima::kLine : EntryScores::kLine;
+    static_assert(EntryScores::kLine == PoolScores::kLine);
+    constexpr int kUnits = kCluster && kPer == 1 ? 2 * kLookUnits : kLookUnits;
+    // Where a block's part lies does not depend on how many columns count: they are read before
+    // that is known.
+    float4 units[kUnits];
+    const float* scores = p.scores.row(row);
+    const float* values = kPer > 1 ? maxima.row(row) : scores;
+    const Share<kLine> all{static_cast<int32_t>(p.columns), size_log};
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        const int32_t place = u * kStripe + kUnit * static_cast<int32_t>(threadIdx.x);
+        const int32_t at = all.template id<kLine / kPer>(place, rank);
+        if (at < all.count / kPer) units[u] = __ldcs(reinterpret_cast<const float4*>(values + at));
+    }
     if (threadIdx.x == 0) {
-        shared.row =
-            paged_row(columns_of(p, p.page_size, p.columns, row), p.scores.row(row), page_shift);
+        shared.row = paged_row(columns_of(p, p.page_size, p.columns, row), scores,
+                               kPer > 1 ? values : nullptr, page_shift);
     }
     __syncthreads();
-    constexpr int kUnits = kCluster ? 2 * kLookUnits : kLookUnits;  // registers of 1 or 2 blocks
-    const Share share = even_share_of<kCluster>(shared.row.columns.count, size_log);
-    if (kInPool) {
-        select_entries<kCluster, kUnits>(p.out, row, p.k, PoolScores{shared.row}, share,
-                                         shared.top_k);
+    const PagedRow& of = shared.row;
+    CandidateShared& top_k = shared.top_k;
+    if constexpr (kAmong == Among::Pool) {
+        write_row<kCluster>(p, row, PoolScores{of}, size_log, units, top_k);
+    } else if constexpr (kAmong == Among::Entries) {
+        write_row<kCluster>(p, row, EntryScores{of}, size_log, units, top_k);
+        if (!p.pool_out.blocks) return;
+        write_blocks<kCluster, 2>(p.pool_out, row, BlockScores{{of}}, size_log, top_k);
     } else {
-        select_entries<kCluster, kUnits>(p.out, row, p.k, EntryScores{shared.row}, share,
-                                         shared.top_k);
-        if (p.pool_out.blocks) {
-            write_blocks<kCluster>(p.pool_out, row, BlockScores{shared.row}, size_log,
-                                   shared.top_k);
-        }
+        write_row<kCluster>(p, row, EntryMaxima{of}, size_log, units, top_k);
+        if (!p.pool_out.blocks) return;
+        write_blocks<kCluster, 2>(p.pool_out, row, BlockMaxima{{of}}, size_log, top_k);
     }
 }
 
-template <bool kInPool>
-cudaError_t launch_rows(const SelectParams& p, cudaStream_t stream) {
+template <Among kAmong>
+cudaError_t launch_rows(const SelectParams& p, const Matrix<const float>& maxima,
+                        cudaStream_t stream) {
     const int32_t page_shift = floor_log2(p.page_size);
-    constexpr auto kernel = select_clusters_kernel<true, kInPool>;
+    constexpr auto kernel = select_clusters_kernel<true, kAmong>;
     int32_t size = cluster_size_for<kernel>(p.batch.rows, kClusterThreads, sizeof(Shared));
     while (size > 1 && p.columns / size < kLeastColumns) size /= 2;
     if (size == 1) {
-        return launch(select_clusters_kernel<false, kInPool>, blocks_for(p.batch.rows, 1),
-                      kClusterThreads, sizeof(Shared), stream, p, page_shift, 0);
+        return launch(select_clusters_kernel<false, kAmong>, blocks_for(p.batch.rows, 1),
+                      kClusterThreads, sizeof(Shared), stream, p, maxima, page_shift, 0);
     }
     return launch_clusters(kernel, p.batch.rows, size, kClusterThreads, sizeof(Shared), stream, p,
-                           page_shift, floor_log2(size));
+                           maxima, page_shift, floor_log2(size));
 }
 
 }  // namespace
@@ -89,13 +123,19 @@ bool select_fits_clusters(const SelectParams& p) {
     const int32_t size = p.page_size;
     const bool paged = size >= kPoolBlock && (size & (size - 1)) == 0;
     const bool aligned = reinterpret_cast<uintptr_t>(p.scores.data) % sizeof(float4) == 0 &&
-                         p.scores.stride % 4 == 0;
+                         p.scores.stride % 4 == 0 && p.columns % 4 == 0;
     return paged && aligned && p.columns <= kMostColumns && p.k <= kMaxClusterTopK &&
            p.pool_out.width <= kMaxClusterTopK;
 }
 
 cudaError_t select_clusters(const SelectParams& p, cudaStream_t stream) {
-    return p.pool.blocks ? launch_rows<true>(p, stream) : launch_rows<false>(p, stream);
+    return p.pool.blocks ? launch_rows<Among::Pool>(p, {}, stream)
+                         : launch_rows<Among::Entries>(p, {}, stream);
+}
+
+cudaError_t select_by_maxima(const SelectParams& p, const Matrix<const float>& maxima,
+                             cudaStream_t stream) {
+    return launch_rows<Among::BlockMaxima>(p, maxima, stream);
 }
 
 }  // namespace flash_csa::sm90
