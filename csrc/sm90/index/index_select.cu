@@ -3,17 +3,44 @@
 //   in   as the two                                   out  a Selection; a Pool
 //
 // Tiles of rows stream through scores in the workspace, two launches a tile. The workspace:
-// counters, what pieces of rows leave (sm90/select/split.cuh), scores. Prefill has as many rows in
-// a tile as fit, at least one.
+// counters, what pieces of rows leave (sm90/select/split.cuh), scores, maxima of their blocks.
+// Prefill has as many rows in a tile as fit, at least one. The score kernel leaves the maxima, so
+// that selection reads an eighth of what it would, and the scores of the best blocks.
 #include <algorithm>
 
 #include "core/schedule.h"
 #include "sm90/index/reindex.h"
+#include "sm90/index/score_launch.h"
 #include "sm90/kernels.h"
+#include "sm90/select/select_clusters.h"
 #include "sm90/select/split.cuh"
 
 namespace flash_csa::sm90 {
 namespace {
+
+// Scores and the maxima of their blocks.
+struct StoreMaxima {
+    struct Params {
+        Matrix<float> out, maxima;  // NaN where a block has no number
+    };
+    static constexpr int kSharedBytes = 0;
+
+    Matrix<float> out, maxima;
+
+    __device__ StoreMaxima(const Params& params, uint8_t*)
+        : out(params.out), maxima(params.maxima) {}
+    __device__ void begin(const Segment&, int, int) {}
+    __device__ void end(const Segment&, int, int) {}
+    __device__ __forceinline__ void put(int64_t row, int32_t column, float score, bool visible) {
+        if (visible) out.row(row)[column] = score;
+        float best = visible ? score : bits_float(kNanBits);
+        // Bits 2 .. 4 of a lane say which column of a block it has.
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 8));
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 16));
+        if (column % kPoolBlock == 0 && visible) maxima.row(row)[column / kPoolBlock] = best;
+    }
+};
 
 // How the workspace is used.
 struct Plan {
@@ -30,7 +57,8 @@ Plan plan_of(const IndexSelectParams& p) {
     if (p.scores.pool.blocks) {
         plan.columns = std::min(plan.columns, int64_t{p.scores.pool.width} * kPoolBlock);
     }
-    const int64_t row_bytes = std::max<int64_t>(1, plan.columns * sizeof(float));
+    const int64_t blocks = plan.columns / kPoolBlock;
+    const int64_t row_bytes = std::max<int64_t>(1, (plan.columns + blocks) * sizeof(float));
     const int64_t scratch = p.scores.workspace.bytes - kSyncBytes;
     const int64_t piece_bytes = PieceScratch(p.select.k, p.select.pool_out.width).bytes();
     const int64_t pieces = std::max<int64_t>(
@@ -91,6 +119,20 @@ IndexSelectParams tile_of(const IndexSelectParams& p, const Plan& plan, int64_t 
     return tile;
 }
 
+cudaError_t select_tile(const IndexSelectParams& tile, cudaStream_t stream) {
+    if (!takes_tiles(tile.scores) || !select_fits_clusters(tile.select)) {
+        const cudaError_t error = index_scores(tile.scores, stream);
+        return error != cudaSuccess ? error : select(tile.select, stream);
+    }
+    const Matrix<float>& out = tile.scores.out;
+    const int64_t blocks = tile.scores.columns / kPoolBlock;
+    const Matrix<float> maxima = {out.data + tile.scores.batch.rows * out.stride, blocks};
+    const cudaError_t error =
+        score_tiles<StoreMaxima>(tile.scores, {tile.scores.out, maxima}, stream);
+    if (error != cudaSuccess) return error;
+    return select_by_maxima(tile.select, {maxima.data, blocks}, stream);
+}
+
 }  // namespace
 
 cudaError_t index_select(const IndexSelectParams& p, cudaStream_t stream) {
@@ -100,8 +142,7 @@ cudaError_t index_select(const IndexSelectParams& p, cudaStream_t stream) {
     if (plan.rows == 0) return all == 0 ? cudaSuccess : cudaErrorInvalidValue;
     for (int64_t first = 0; first < all; first += plan.rows) {
         const IndexSelectParams tile = tile_of(p, plan, first, std::min(plan.rows, all - first));
-        cudaError_t error = index_scores(tile.scores, stream);
-        if (error == cudaSuccess) error = select(tile.select, stream);
+        const cudaError_t error = select_tile(tile, stream);
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
