@@ -14,6 +14,7 @@ from compress_case import (
     Kind,
     call,
     every_kind,
+    every_tailed_kind,
     one_call,
     pack,
     projections,
@@ -234,6 +235,30 @@ def test_bad_rows_spoil_their_own_entries_only(kind, device):
             slots = cache.slots[0, sorted(spoilt)]
             rows = ref_pages.load(pages.data.cpu(), slots, pages.record, pages.page_size)
             assert rows.isnan().all()
+
+
+@every_tailed_kind
+def test_hostile_gates(kind, device):
+    """Gates far apart, infinite or NaN in single channels: the CPU's latents, bit for bit; NaN in
+    every entry that pools a NaN."""
+    tokens = 2048
+    random = torch.Generator().manual_seed(5)
+    kv, gate = (x.clone() for x in projections(kind, tokens))
+    kv *= 0.3
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 100, -100, 85, -1e-42])
+    rows = torch.randperm(tokens, generator=random)[: tokens // 9]
+    channels = torch.randint(kind.width, rows.shape, generator=random)
+    gate[rows, channels] = values[torch.randint(len(values), rows.shape, generator=random)]
+    latents = {}
+    for where in {CPU, device}:
+        latents[where] = torch.zeros(tokens, kind.dim, dtype=torch.bfloat16, device=where)
+        cache = Cache(kind, 1, tokens // kind.ratio, where)
+        step(cache, [Chunk(0, 0, tokens)], [(kv, gate)], latent_out=latents[where])
+    assert torch.equal(*(x.cpu().view(torch.int16) for x in (latents[device], latents[CPU])))
+    if not kind.overlap:
+        entries = latents[device][kind.ratio - 1 :: kind.ratio]
+        spoilt = gate.view(-1, kind.ratio, kind.width).isnan().any((1, 2))
+        assert entries[spoilt].isnan().all()
 
 
 @pytest.mark.case("RoPE of entries and inverse rotation")

@@ -1,9 +1,13 @@
 // Pooling of entries in a block of 256 threads: softmax over the rows of a group, channel by
 // channel, in the order of the CPU back end (ascending rows: sum, then FMA), to BF16 in shared
-// memory.
+// memory. A thread has two channels.
 #pragma once
 
+#include <cute/numeric/integral_constant.hpp>
+
 #include "core/entry.h"
+#include "sm90/common/approximate.cuh"
+#include "sm90/common/cp_async.cuh"
 #include "sm90/compress/exp.cuh"
 #include "sm90/compress/tail.cuh"
 
@@ -16,124 +20,191 @@ inline constexpr int kPoolEntries = 8;
 inline constexpr int kShortSpan = 8;    // rows of an entry, but for Group
 inline constexpr int kGroupSpan = 128;  // rows of an entry of ratio 128
 
-// A channel of all rows of an entry. The first rows of an overlapping request's first entry are not
-// there: a gate of -inf, whose weight is 0.
+// Channels 2 * pair and 2 * pair + 1 of a row.
+__device__ __forceinline__ const float2* channel_pair(const float* row, int pair) {
+    return reinterpret_cast<const float2*>(row) + pair;
+}
+
+// Two channels of all rows of an entry. Of an overlapping request's first entry, only the second
+// half is there: the others have a gate of -inf, whose weight is 0.
 template <int kSpan>
 struct Rows {
-    float gate[kSpan], kv[kSpan], bias[kSpan];
+    float gate[2][kSpan], kv[2][kSpan];
+    bool whole;
 
-    // row(i): the PoolRow of row i.
-    template <class RowOf>
-    __device__ __forceinline__ void load(const RowOf& row, int absent, bool biased, int c) {
+    __device__ __forceinline__ bool holds(int row) const { return whole || row >= kSpan / 2; }
+
+    __device__ __forceinline__ void load(const PoolRow* rows, bool is_whole, int pair) {
+        whole = is_whole;
 #pragma unroll
         for (int i = 0; i < kSpan; ++i) {
-            gate[i] = i < absent ? -INFINITY : __ldcs(row(i).gate + c);
-            kv[i] = i < absent ? 0.f : __ldcs(row(i).kv + c);
-            bias[i] = 0.f;
+            float2 g = make_float2(-INFINITY, -INFINITY), x = make_float2(0.f, 0.f);
+            if (holds(i)) {
+                g = __ldcs(channel_pair(rows[i].gate, pair));
+                x = __ldcs(channel_pair(rows[i].kv, pair));
+            }
+            gate[0][i] = g.x, gate[1][i] = g.y;
+            kv[0][i] = x.x, kv[1][i] = x.y;
         }
-        if (!biased) return;
+    }
+
+    __device__ __forceinline__ void add_bias(const PoolRow* rows, int pair) {
+        float2 bias[kSpan];
 #pragma unroll
         for (int i = 0; i < kSpan; ++i)
-            if (i >= absent) bias[i] = row(i).bias[c];
+            bias[i] = holds(i) ? __ldg(channel_pair(rows[i].bias, pair)) : make_float2(0.f, 0.f);
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) {
+            gate[0][i] = add_rn(gate[0][i], bias[i].x);
+            gate[1][i] = add_rn(gate[1][i], bias[i].y);
+        }
     }
 
-    __device__ __forceinline__ uint16_t pool() {
-        float top = -INFINITY;
+    __device__ __forceinline__ uint32_t pool() const {
+        float lowest = 0.f, delta[2][kSpan];
 #pragma unroll
-        for (int i = 0; i < kSpan; ++i) {
-            gate[i] = add_rn(gate[i], bias[i]);
-            top = gate[i] > top ? gate[i] : top;
-        }
-        float sum = 0.f, acc = 0.f;
+        for (int h = 0; h < 2; ++h) {
+            float top = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < kSpan; ++i) {
-            const float w = exp_negative(sub_rn(gate[i], top));
-            sum = add_rn(sum, w);
-            acc = fma_rn(w, kv[i], acc);
+            for (int i = 0; i < kSpan; ++i) top = fmaxf(top, gate[h][i]);  // never NaN
+#pragma unroll
+            for (int i = 0; i < kSpan; ++i) {
+                delta[h][i] = sub_rn(gate[h][i], top);
+                lowest = min_or_nan(lowest, delta[h][i]);
+            }
         }
-        return f32_to_bf16(div_rn(acc, sum));
+        // Almost always: no weight is subnormal.
+        return lowest >= -86.0f ? pool_weights([](float x) { return exp_near(x); }, delta)
+                                : pool_weights([](float x) { return exp_negative(x); }, delta);
+    }
+
+    template <class Exp>
+    __device__ __forceinline__ uint32_t pool_weights(const Exp& exp,
+                                                     const float (&delta)[2][kSpan]) const {
+        uint32_t pooled = 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float sum = 0.f, acc = 0.f;
+#pragma unroll
+            for (int i = 0; i < kSpan; ++i) {
+                const float w = exp(delta[h][i]);
+                sum = add_rn(sum, w);
+                acc = fma_rn(w, kv[h][i], acc);
+            }
+            pooled |= static_cast<uint32_t>(f32_to_bf16(div_rn(acc, sum))) << 16 * h;
+        }
+        return pooled;
     }
 };
 
-// What a block keeps of the one group that it pools.
+// What a block keeps of the one group that it pools: as many of its gates as there is room for.
+template <int kDim, int kHeld>
 struct GroupShared {
     PoolRow rows[kGroupSpan];
-    float top[kPoolEntries][32];
-    float weight[kGroupSpan][32];
-    float kv[kGroupSpan][32];
+    float2 gate[kHeld][kDim / 2];  // with their bias
 };
 
-// One entry of 128 rows, 32 channels after the other: a warp has 16 rows in registers, and makes
-// their weights; the sums are one chain of 128 steps in a warp, another one for each slice.
-template <int kDim>
-__device__ void pool_group(const CompressParams& p, const Entry& e, GroupShared& shared,
-                           uint16_t* pooled) {
-    constexpr int kWarpRows = kGroupSpan / kPoolEntries;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// One entry of 128 rows, two channels a thread: no thread waits for another one, and rows are read
+// whole (pieces of 128 bytes that lie 2 KiB apart come at a fifth of the memory's rate). The first
+// pass finds the largest gates while they arrive; the second one goes through the rows again, their
+// kv half a pass of registers ahead. Gates that shared memory does not hold come again, from the
+// L2.
+template <int kDim, int kHeld>
+__device__ __forceinline__ void pool_group(const CompressParams& p, const Entry& e,
+                                           GroupShared<kDim, kHeld>& shared, uint16_t* pooled) {
+    constexpr int kBatch = kHeld < 64 ? 16 : 32, kWaves = 4;
+    constexpr int kWave = kHeld / kWaves, kFarWave = (kGroupSpan - kHeld) / kWaves, kFar = 8;
+    static_assert(kHeld % kBatch == 0 && kFarWave % kFar == 0);
+    const int pair = static_cast<int>(threadIdx.x);
     __syncthreads();  // the rows of the entry before
     if (threadIdx.x < kGroupSpan) shared.rows[threadIdx.x] = pool_row(p, e, e.first + threadIdx.x);
     __syncthreads();
-    Rows<kWarpRows> rows;
-    const PoolRow first = shared.rows[warp * kWarpRows];
-    const bool together = e.first >= p.batch.start[e.request];  // all rows in the call
-    const auto load = [&](int c) {
-        if (together) {
-            rows.load(
-                [&](int i) {
-                    return PoolRow{first.kv + i * p.kv.stride, first.gate + i * p.gate.stride,
-                                   nullptr};
-                },
-                0, false, c);
-        } else {
-            rows.load([&](int i) { return shared.rows[warp * kWarpRows + i]; }, 0, false, c);
+    if (pair >= kDim / 2) return;
+    const auto biased = [&](float2 gate, int row) {
+        if (!p.bias) return gate;
+        const float2 bias = __ldg(channel_pair(shared.rows[row].bias, pair));
+        return make_float2(add_rn(gate.x, bias.x), add_rn(gate.y, bias.y));
+    };
+#pragma unroll
+    for (int wave = 0; wave < kWaves; ++wave) {
+#pragma unroll 8
+        for (int row = wave * kWave; row < (wave + 1) * kWave; ++row)
+            copy_8_async(&shared.gate[row][pair], channel_pair(shared.rows[row].gate, pair));
+        commit_copies();
+    }
+    float2 kv[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) kv[i] = __ldcs(channel_pair(shared.rows[i].kv, pair));
+
+    float2 top = make_float2(-INFINITY, -INFINITY);
+    const auto raise = [&](float2 gate) {
+        top = make_float2(fmaxf(top.x, gate.x), fmaxf(top.y, gate.y));  // never NaN
+    };
+    float2 far[kFar];
+    const auto read_far = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < kFar; ++i)
+            far[i] = __ldcg(channel_pair(shared.rows[first + i].gate, pair));
+    };
+    const auto add_wave = [&](auto number) {
+        constexpr int kNumber = decltype(number)::value;
+        int first = kHeld + kNumber * kFarWave;
+        if (kFarWave > 0) read_far(first);
+        wait_copies<kWaves - 1 - kNumber>();
+#pragma unroll 8
+        for (int row = kNumber * kWave; row < (kNumber + 1) * kWave; ++row) {
+            const float2 gate = biased(shared.gate[row][pair], row);
+            shared.gate[row][pair] = gate;
+            raise(gate);
+        }
+#pragma unroll 1
+        for (const int end = first + kFarWave; first < end; first += kFar) {
+            if (first != end - kFarWave) read_far(first);
+#pragma unroll
+            for (int i = 0; i < kFar; ++i) raise(biased(far[i], first + i));
         }
     };
-    load(lane);
-    for (int slice = 0; slice < kDim / 32; ++slice) {
-        const int c = 32 * slice + lane;
-        if (p.bias) {  // in the L2 for all groups
+    add_wave(cute::Int<0>{});
+    add_wave(cute::Int<1>{});
+    add_wave(cute::Int<2>{});
+    add_wave(cute::Int<3>{});
+
+    float2 sum = make_float2(0.f, 0.f), acc = make_float2(0.f, 0.f);
+#pragma unroll 1
+    for (int first = 0; first < kGroupSpan; first += kBatch) {
+        float2 gate[kBatch];
+        if (first < kHeld) {
 #pragma unroll
-            for (int i = 0; i < kWarpRows; ++i) rows.bias[i] = first.bias[i * p.bias.stride + c];
-        }
-        float top = -INFINITY;
+            for (int i = 0; i < kBatch; ++i) gate[i] = shared.gate[first + i][pair];
+        } else {
 #pragma unroll
-        for (int i = 0; i < kWarpRows; ++i) {
-            rows.gate[i] = add_rn(rows.gate[i], rows.bias[i]);
-            top = rows.gate[i] > top ? rows.gate[i] : top;
-        }
-        shared.top[warp][lane] = top;
-        __syncthreads();  // and the chain of the slice before has read its rows
+            for (int i = 0; i < kBatch; ++i)
+                gate[i] = __ldcg(channel_pair(shared.rows[first + i].gate, pair));
 #pragma unroll
-        for (int i = 0; i < kPoolEntries; ++i) {
-            const float other = shared.top[i][lane];
-            top = other > top ? other : top;
+            for (int i = 0; i < kBatch; ++i) gate[i] = biased(gate[i], first + i);
         }
 #pragma unroll
-        for (int i = 0; i < kWarpRows; ++i) {
-            shared.weight[warp * kWarpRows + i][lane] = exp_negative(sub_rn(rows.gate[i], top));
-            shared.kv[warp * kWarpRows + i][lane] = rows.kv[i];
-        }
-        if (slice + 1 < kDim / 32) load(c + 32);
-        __syncthreads();
-        if (warp == slice % kPoolEntries) {
-            float sum = 0.f, acc = 0.f;
-#pragma unroll 8
-            for (int i = 0; i < kGroupSpan; ++i) {
-                const float w = shared.weight[i][lane];
-                sum = add_rn(sum, w);
-                acc = fma_rn(w, shared.kv[i][lane], acc);
-            }
-            pooled[c] = f32_to_bf16(div_rn(acc, sum));
+        for (int i = 0; i < kBatch; ++i) {
+            const float wx = exp_negative(sub_rn(gate[i].x, top.x));
+            const float wy = exp_negative(sub_rn(gate[i].y, top.y));
+            sum = make_float2(add_rn(sum.x, wx), add_rn(sum.y, wy));
+            acc = make_float2(fma_rn(wx, kv[i].x, acc.x), fma_rn(wy, kv[i].y, acc.y));
+            if (first + kBatch < kGroupSpan)
+                kv[i] = __ldcs(channel_pair(shared.rows[first + kBatch + i].kv, pair));
         }
     }
+    reinterpret_cast<uint32_t*>(pooled)[pair] =
+        f32_to_bf16(div_rn(acc.x, sum.x)) | static_cast<uint32_t>(f32_to_bf16(div_rn(acc.y, sum.y)))
+                                                << 16;
 }
 
 template <Pooling kKind>
 inline constexpr int kSpan = kKind == Pooling::Pair ? 2 : kShortSpan;
 
+// Whether all rows of the span are there.
 template <Pooling kKind>
-__device__ __forceinline__ int absent_rows(const Entry& e) {
-    return kSpan<kKind> - 1 - static_cast<int>(e.position - e.first);
+__device__ __forceinline__ bool is_whole(const Entry& e) {
+    return e.position - e.first == kSpan<kKind> - 1;
 }
 
 // Entries of a block, `count` at a time.
@@ -143,50 +214,55 @@ struct PoolShared {
 };
 
 // Pooled values of `count` entries to pooled[entry]. The caller's warp w has entry w in `entry`.
-template <Pooling kKind, int kDim, int kStride>
+template <Pooling kKind, int kDim, int kStride, class Group>
 __device__ __forceinline__ void pool_entries(const CompressParams& p, int count, const Entry& entry,
-                                             PoolShared& shared, GroupShared* group,
+                                             PoolShared& shared, Group& group,
                                              uint16_t (*pooled)[kStride]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp < count) {
         if (lane == 0) shared.entries[warp] = entry;
         if (kKind == Pooling::Pair || kKind == Pooling::Overlap) {
-            if (lane < kSpan<kKind> && lane >= absent_rows<kKind>(entry))
+            const int first = is_whole<kKind>(entry) ? 0 : kSpan<kKind> / 2;
+            if (lane >= first && lane < kSpan<kKind>)
                 shared.rows[warp][lane] =
                     pool_row(p, entry, entry.position - (kSpan<kKind> - 1) + lane);
         }
     }
     __syncthreads();
     if constexpr (kKind == Pooling::Group) {
-        for (int i = 0; i < count; ++i) pool_group<kDim>(p, shared.entries[i], *group, pooled[i]);
+        for (int i = 0; i < count; ++i) pool_group(p, shared.entries[i], group, pooled[i]);
         return;
     }
-    // A channel a thread: number n is channel n % kDim of entry n / kDim.
-    const int channels = count * kDim;
-    int n = static_cast<int>(threadIdx.x);
+    // Two channels a thread, of one entry after the other.
+    constexpr int kPairs = kDim / 2, kTogether = kPoolThreads / kPairs;
+    const int pair = static_cast<int>(threadIdx.x) % kPairs;
+    int i = static_cast<int>(threadIdx.x) / kPairs;
+    const auto put = [&](uint32_t values) {
+        reinterpret_cast<uint32_t*>(pooled[i])[pair] = values;
+    };
     if constexpr (kKind == Pooling::None) {
-        const auto read = [&](int i) {
-            return p.kv_bf16.row(shared.entries[i / kDim].row)[i % kDim];
+        const auto read = [&](int number) {
+            return reinterpret_cast<const uint32_t*>(
+                p.kv_bf16.row(shared.entries[number].row))[pair];
         };
-        uint16_t next = n < channels ? read(n) : 0;
-        for (; n < channels; n += kPoolThreads) {
-            pooled[n / kDim][n % kDim] = next;
-            if (n + kPoolThreads < channels) next = read(n + kPoolThreads);
+        uint32_t next = i < count ? read(i) : 0;
+        for (; i < count; i += kTogether) {
+            const uint32_t values = next;
+            if (i + kTogether < count) next = read(i + kTogether);
+            put(values);
         }
     } else {
         Rows<kSpan<kKind>> rows, next;
-        const auto read = [&](int i) {
-            const int entry = i / kDim;
-            next.load([&](int r) { return shared.rows[entry][r]; },
-                      absent_rows<kKind>(shared.entries[entry]), static_cast<bool>(p.bias),
-                      i % kDim);
+        const auto read = [&](int number) {
+            next.load(shared.rows[number], is_whole<kKind>(shared.entries[number]), pair);
         };
-        if (n < channels) read(n);
-#pragma unroll 1
-        for (; n < channels; n += kPoolThreads) {
+        if (i < count) read(i);
+#pragma unroll 2
+        for (; i < count; i += kTogether) {
             rows = next;
-            if (n + kPoolThreads < channels) read(n + kPoolThreads);
-            pooled[n / kDim][n % kDim] = rows.pool();
+            if (i + kTogether < count) read(i + kTogether);
+            if (p.bias) rows.add_bias(shared.rows[i], pair);
+            put(rows.pool());
         }
     }
 }

@@ -44,11 +44,10 @@ __device__ __forceinline__ void pool_two(const float (&kv0)[kCount], const float
         const float w0 = first ? 1.0f : e, w1 = first ? e : 1.0f;
         const float acc = fma_rn(w1, kv1[i], mul_rn(w0, kv0[i]));
         pooled[i] = div_near(acc, add_rn(1.0f, e));
-        lowest = fminf(lowest, distance);
+        lowest = min_or_nan(lowest, distance);
         smallest = fminf(smallest, fabsf(acc));
         largest = fmaxf(largest, fabsf(acc));
     }
-    // NaN passes: it comes out as NaN either way.
     if (lowest >= -86.0f && smallest >= 0x1p-100f && largest < INFINITY) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) pooled[i] = pool_any(kv0[i], kv1[i], gate0[i], gate1[i]);

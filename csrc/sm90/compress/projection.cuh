@@ -9,6 +9,7 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
@@ -35,19 +36,23 @@ struct KeyWeight {
         cutlass::arch::ClusterTransactionBarrier::init(&filled, 1);
         cutlass::arch::fence_barrier_init();
     }
-    // All threads, as a warp issues one bulk copy after the other. No block ends before it has
-    // waited.
-    __device__ __forceinline__ void fill(const CompressParams& p, int threads) {
-        const int thread = static_cast<int>(threadIdx.x);
-        if (thread == 0) {
+    // All threads. One lane of a warp issues all its copies: lanes would do so in a loop of 70
+    // cycles each. No block ends before it has waited.
+    template <int kThreads>
+    __device__ __forceinline__ void fill(const CompressParams& p) {
+        constexpr int kKeys = kIndexDim / (kThreads / 32);
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+        if (warp == 0 && cute::elect_one_sync()) {
             cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(
                 &filled, kIndexDim * kHeadDim * sizeof(uint16_t));
         }
-        const int warps = threads / 32, keys = kIndexDim / warps;
-        if (thread % 32 >= keys) return;
-        const int key = thread / 32 * keys + thread % 32;
-        cute::SM90_BULK_COPY_G2S::copy(p.key_weight.row(key), &filled, rows[key],
-                                       kHeadDim * sizeof(uint16_t));
+        if (!cute::elect_one_sync()) return;
+        const uint16_t* from = p.key_weight.row(warp * kKeys);
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            cute::SM90_BULK_COPY_G2S::copy(from + i * p.key_weight.stride, &filled,
+                                           rows[warp * kKeys + i], kHeadDim * sizeof(uint16_t));
+        }
     }
     __device__ __forceinline__ void wait() const {
         cutlass::arch::ClusterTransactionBarrier::wait(&filled, 0);

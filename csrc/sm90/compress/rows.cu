@@ -4,7 +4,7 @@
 //
 // Decode steps, every ratio, bias, record and width; compress.cpp sends long steps of ratio 1 and 2
 // elsewhere. Up to 8 entries at a time:
-//   block    pool, a thread per two channels -> BF16 in shared memory (ratio 128: pool_group)
+//   block    pool, two channels a thread -> BF16 in shared memory
 //   warps    an entry each: norm -> latent -> RoPE -> main record
 //   block    key projection, 16 keys a warp, the weight copied to shared memory meanwhile
 //   warps    key norm -> RoPE -> Hadamard -> index record
@@ -41,8 +41,16 @@ constexpr int ratio_of(Pooling kind) {
                                       : kGroupSpan;
 }
 
-// As many as registers without spills allow.
-constexpr int blocks_per_sm(Pooling kind) { return kind <= Pooling::Pair ? 3 : 2; }
+// As many as registers without spills allow; gates of a group fill the shared memory of an SM.
+constexpr int blocks_per_sm(Pooling kind) {
+    return kind <= Pooling::Pair ? 3 : kind == Pooling::Overlap ? 2 : 1;
+}
+
+// Rows of a group whose gates fit in shared memory, beside the key weight if there is one.
+template <int kDim, bool kKeyed>
+using Group = GroupShared<kDim, kDim == kIndexDim ? kGroupSpan
+                                : kKeyed          ? 32
+                                                  : 96>;
 
 template <int kDim>
 __device__ void project_keys(Shared<kDim>& shared, const KeyWeight& weight, int warp, int lane) {
@@ -227,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
     extern __shared__ __align__(128) uint8_t dynamic[];
     Shared<kDim>& shared =
         *reinterpret_cast<Shared<kDim>*>(dynamic + (kKeyed ? sizeof(KeyWeight) : 0));
-    GroupShared* group = reinterpret_cast<GroupShared*>(&shared + 1);  // of Pooling::Group alone
+    auto& group = *reinterpret_cast<Group<kDim, kKeyed>*>(&shared + 1);  // of Pooling::Group alone
     p.ratio = ratio_of(kKind);
     p.overlap = kKind == Pooling::Overlap;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -238,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
     }
     allow_dependents();
     wait_for_previous();
-    if (kKeyed) weight.fill(p, kThreads);
+    if (kKeyed) weight.fill<kThreads>(p);
     const int64_t begin = int64_t{blockIdx.x} * rows_per_block;
     const int64_t end = min(begin + rows_per_block, int64_t{p.batch.rows});
     if (threadIdx.x == kThreads - 1 && rows_per_block == 1) prefetch_row(p, begin);
@@ -297,7 +305,7 @@ template <Pooling kKind, int kDim, bool kKeyed>
 cudaError_t launch_rows(const CompressParams& p, int num_sms, cudaStream_t stream) {
     const int rows = rows_per_block(p, num_sms);
     const size_t shared = sizeof(Shared<kDim>) +
-                          (kKind == Pooling::Group ? sizeof(GroupShared) : 0) +
+                          (kKind == Pooling::Group ? sizeof(Group<kDim, kKeyed>) : 0) +
                           (kKeyed ? sizeof(KeyWeight) : 0);
     return launch_after(rows_kernel<kKind, kDim, kKeyed>, blocks_for(p.batch.rows, rows), kThreads,
                         shared, stream, p, rows);
