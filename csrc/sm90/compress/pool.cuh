@@ -3,6 +3,7 @@
 // memory. A thread has two channels.
 #pragma once
 
+#include <cute/algorithm/tuple_algorithms.hpp>
 #include <cute/numeric/integral_constant.hpp>
 
 #include "core/entry.h"
@@ -112,17 +113,23 @@ struct GroupShared {
 template <int kDim, int kHeld>
 __device__ __forceinline__ void pool_group(const CompressParams& p, const Entry& e,
                                            GroupShared<kDim, kHeld>& shared, uint16_t* pooled) {
-    constexpr int kBatch = kHeld < 64 ? 16 : 32, kWaves = 4;
-    constexpr int kWave = kHeld / kWaves, kFarWave = (kGroupSpan - kHeld) / kWaves, kFar = 8;
-    static_assert(kHeld % kBatch == 0 && kFarWave % kFar == 0);
+    constexpr int kBatch = 32, kPart = 8, kWaves = 8;
+    constexpr int kWave = kHeld / kWaves, kFarWave = (kGroupSpan - kHeld) / kWaves, kFar = 4;
+    static_assert(kHeld % kPart == 0 && kFarWave % kFar == 0);
     const int pair = static_cast<int>(threadIdx.x);
     __syncthreads();  // the rows of the entry before
     if (threadIdx.x < kGroupSpan) shared.rows[threadIdx.x] = pool_row(p, e, e.first + threadIdx.x);
     __syncthreads();
     if (pair >= kDim / 2) return;
-    const auto biased = [&](float2 gate, int row) {
-        if (!p.bias) return gate;
-        const float2 bias = __ldg(channel_pair(shared.rows[row].bias, pair));
+    // A batch of them, as each would be waited for by itself.
+    const auto read_bias = [&](int first, auto& bias) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof bias / sizeof *bias); ++i) {
+            bias[i] = make_float2(0.f, 0.f);
+            if (p.bias) bias[i] = __ldcg(channel_pair(shared.rows[first + i].bias, pair));
+        }
+    };
+    const auto add = [](float2 gate, float2 bias) {
         return make_float2(add_rn(gate.x, bias.x), add_rn(gate.y, bias.y));
     };
 #pragma unroll
@@ -140,51 +147,52 @@ __device__ __forceinline__ void pool_group(const CompressParams& p, const Entry&
     const auto raise = [&](float2 gate) {
         top = make_float2(fmaxf(top.x, gate.x), fmaxf(top.y, gate.y));  // never NaN
     };
-    float2 far[kFar];
+    float2 far[kFar], far_bias[kFar];
     const auto read_far = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kFar; ++i)
             far[i] = __ldcg(channel_pair(shared.rows[first + i].gate, pair));
+        read_bias(first, far_bias);
     };
     const auto add_wave = [&](auto number) {
-        constexpr int kNumber = decltype(number)::value;
+        constexpr int kNumber = decltype(number){};
+        float2 bias[kWave];
+        read_bias(kNumber * kWave, bias);
         int first = kHeld + kNumber * kFarWave;
         if (kFarWave > 0) read_far(first);
         wait_copies<kWaves - 1 - kNumber>();
-#pragma unroll 8
-        for (int row = kNumber * kWave; row < (kNumber + 1) * kWave; ++row) {
-            const float2 gate = biased(shared.gate[row][pair], row);
-            shared.gate[row][pair] = gate;
+#pragma unroll
+        for (int i = 0; i < kWave; ++i) {
+            float2& gate = shared.gate[kNumber * kWave + i][pair];
+            gate = add(gate, bias[i]);
             raise(gate);
         }
 #pragma unroll 1
         for (const int end = first + kFarWave; first < end; first += kFar) {
             if (first != end - kFarWave) read_far(first);
 #pragma unroll
-            for (int i = 0; i < kFar; ++i) raise(biased(far[i], first + i));
+            for (int i = 0; i < kFar; ++i) raise(add(far[i], far_bias[i]));
         }
     };
-    add_wave(cute::Int<0>{});
-    add_wave(cute::Int<1>{});
-    add_wave(cute::Int<2>{});
-    add_wave(cute::Int<3>{});
+    cute::for_each(cute::make_seq<kWaves>{}, add_wave);
 
     float2 sum = make_float2(0.f, 0.f), acc = make_float2(0.f, 0.f);
-#pragma unroll 1
-    for (int first = 0; first < kGroupSpan; first += kBatch) {
-        float2 gate[kBatch];
+    const auto add_rows = [&](int first, float2* kv) {
+        float2 gate[kPart];
         if (first < kHeld) {
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) gate[i] = shared.gate[first + i][pair];
+            for (int i = 0; i < kPart; ++i) gate[i] = shared.gate[first + i][pair];
         } else {
+            float2 bias[kPart];
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i)
+            for (int i = 0; i < kPart; ++i)
                 gate[i] = __ldcg(channel_pair(shared.rows[first + i].gate, pair));
+            read_bias(first, bias);
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) gate[i] = biased(gate[i], first + i);
+            for (int i = 0; i < kPart; ++i) gate[i] = add(gate[i], bias[i]);
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int i = 0; i < kPart; ++i) {
             const float wx = exp_negative(sub_rn(gate[i].x, top.x));
             const float wy = exp_negative(sub_rn(gate[i].y, top.y));
             sum = make_float2(add_rn(sum.x, wx), add_rn(sum.y, wy));
@@ -192,6 +200,11 @@ __device__ __forceinline__ void pool_group(const CompressParams& p, const Entry&
             if (first + kBatch < kGroupSpan)
                 kv[i] = __ldcs(channel_pair(shared.rows[first + kBatch + i].kv, pair));
         }
+    };
+#pragma unroll 1
+    for (int first = 0; first < kGroupSpan; first += kBatch) {
+#pragma unroll
+        for (int part = 0; part < kBatch; part += kPart) add_rows(first + part, kv + part);
     }
     reinterpret_cast<uint32_t*>(pooled)[pair] =
         f32_to_bf16(div_rn(acc.x, sum.x)) | static_cast<uint32_t>(f32_to_bf16(div_rn(acc.y, sum.y)))

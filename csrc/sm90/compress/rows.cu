@@ -266,8 +266,9 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
             const Entry entry = entry_of_lane(own, from);
             const bool active = warp < count;
             Early early;
-            early.load<kKeyed>(p, entry, lane);
+            if (kKind != Pooling::Group) early.load<kKeyed>(p, entry, lane);
             pool_entries<kKind, kDim>(p, count, entry, shared.pool, group, shared.latent);
+            if (kKind == Pooling::Group) early.load<kKeyed>(p, entry, lane);  // registers are rare
             __syncthreads();
             if (kDim == kHeadDim && count == 1 && p.main.record == RecordId::MainFp4) {
                 if constexpr (kDim == kHeadDim)
