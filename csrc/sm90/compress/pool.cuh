@@ -3,12 +3,13 @@
 // memory. A thread has two channels.
 #pragma once
 
-#include <cute/algorithm/tuple_algorithms.hpp>
-#include <cute/numeric/integral_constant.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/entry.h"
 #include "sm90/common/approximate.cuh"
-#include "sm90/common/cp_async.cuh"
 #include "sm90/compress/exp.cuh"
 #include "sm90/compress/tail.cuh"
 
@@ -101,8 +102,31 @@ struct Rows {
 // What a block keeps of the one group that it pools: as many of its gates as there is room for.
 template <int kDim, int kHeld>
 struct GroupShared {
+    static constexpr int kWaves = 8, kWave = kHeld / kWaves;  // that are waited for apart
+    static constexpr uint32_t kRowBytes = kDim * sizeof(float);
+
+    float2 gate[kHeld][kDim / 2];  // with their bias, once they are there
     PoolRow rows[kGroupSpan];
-    float2 gate[kHeld][kDim / 2];  // with their bias
+    cutlass::arch::ClusterTransactionBarrier filled[kWaves];
+    uint32_t round;  // parity of the barriers
+
+    // One thread; the block synchronises before anything else.
+    __device__ __forceinline__ void init() {
+        for (auto& barrier : filled) barrier.init(1);
+        cutlass::arch::fence_barrier_init();
+        round = 0;
+    }
+    // Starts the copies of the held gates, a wave a warp. The rows are known to the block.
+    __device__ __forceinline__ void fill() {
+        static_assert(kWaves == kPoolThreads / 32);
+        const int wave = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+        if (!cute::elect_one_sync()) return;
+        filled[wave].arrive_and_expect_tx(kWave * kRowBytes);
+#pragma unroll
+        for (int i = wave * kWave; i < (wave + 1) * kWave; ++i)
+            cute::SM90_BULK_COPY_G2S::copy(rows[i].gate, reinterpret_cast<uint64_t*>(&filled[wave]),
+                                           gate[i], kRowBytes);
+    }
 };
 
 // One entry of 128 rows, two channels a thread: no thread waits for another one, and rows are read
@@ -113,13 +137,18 @@ struct GroupShared {
 template <int kDim, int kHeld>
 __device__ __forceinline__ void pool_group(const CompressParams& p, const Entry& e,
                                            GroupShared<kDim, kHeld>& shared, uint16_t* pooled) {
-    constexpr int kBatch = 32, kPart = 8, kWaves = 8;
-    constexpr int kWave = kHeld / kWaves, kFarWave = (kGroupSpan - kHeld) / kWaves, kFar = 4;
+    using Shared = GroupShared<kDim, kHeld>;
+    constexpr int kBatch = 32, kPart = 8, kWaves = Shared::kWaves, kWave = Shared::kWave;
+    constexpr int kFarWave = (kGroupSpan - kHeld) / kWaves, kFar = 4;
     static_assert(kHeld % kPart == 0 && kFarWave % kFar == 0);
     const int pair = static_cast<int>(threadIdx.x);
-    __syncthreads();  // the rows of the entry before
-    if (threadIdx.x < kGroupSpan) shared.rows[threadIdx.x] = pool_row(p, e, e.first + threadIdx.x);
+    cutlass::arch::fence_view_async_shared();  // gates of the entry before were written
     __syncthreads();
+    if (threadIdx.x < kGroupSpan) shared.rows[threadIdx.x] = pool_row(p, e, e.first + threadIdx.x);
+    const uint32_t round = shared.round;
+    __syncthreads();
+    shared.fill();
+    if (threadIdx.x == 0) shared.round = round ^ 1;
     if (pair >= kDim / 2) return;
     // A batch of them, as each would be waited for by itself.
     const auto read_bias = [&](int first, auto& bias) {
@@ -132,13 +161,6 @@ __device__ __forceinline__ void pool_group(const CompressParams& p, const Entry&
     const auto add = [](float2 gate, float2 bias) {
         return make_float2(add_rn(gate.x, bias.x), add_rn(gate.y, bias.y));
     };
-#pragma unroll
-    for (int wave = 0; wave < kWaves; ++wave) {
-#pragma unroll 8
-        for (int row = wave * kWave; row < (wave + 1) * kWave; ++row)
-            copy_8_async(&shared.gate[row][pair], channel_pair(shared.rows[row].gate, pair));
-        commit_copies();
-    }
     float2 kv[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) kv[i] = __ldcs(channel_pair(shared.rows[i].kv, pair));
@@ -147,23 +169,22 @@ __device__ __forceinline__ void pool_group(const CompressParams& p, const Entry&
     const auto raise = [&](float2 gate) {
         top = make_float2(fmaxf(top.x, gate.x), fmaxf(top.y, gate.y));  // never NaN
     };
-    float2 far[kFar], far_bias[kFar];
-    const auto read_far = [&](int first) {
+#pragma unroll 1
+    for (int wave = 0; wave < kWaves; ++wave) {
+        float2 bias[kWave], far[kFar], far_bias[kFar];
+        const auto read_far = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < kFar; ++i)
-            far[i] = __ldcg(channel_pair(shared.rows[first + i].gate, pair));
-        read_bias(first, far_bias);
-    };
-    const auto add_wave = [&](auto number) {
-        constexpr int kNumber = decltype(number){};
-        float2 bias[kWave];
-        read_bias(kNumber * kWave, bias);
-        int first = kHeld + kNumber * kFarWave;
+            for (int i = 0; i < kFar; ++i)
+                far[i] = __ldcg(channel_pair(shared.rows[first + i].gate, pair));
+            read_bias(first, far_bias);
+        };
+        read_bias(wave * kWave, bias);
+        int first = kHeld + wave * kFarWave;
         if (kFarWave > 0) read_far(first);
-        wait_copies<kWaves - 1 - kNumber>();
+        shared.filled[wave].wait(round);
 #pragma unroll
         for (int i = 0; i < kWave; ++i) {
-            float2& gate = shared.gate[kNumber * kWave + i][pair];
+            float2& gate = shared.gate[wave * kWave + i][pair];
             gate = add(gate, bias[i]);
             raise(gate);
         }
@@ -173,8 +194,7 @@ __device__ __forceinline__ void pool_group(const CompressParams& p, const Entry&
 #pragma unroll
             for (int i = 0; i < kFar; ++i) raise(add(far[i], far_bias[i]));
         }
-    };
-    cute::for_each(cute::make_seq<kWaves>{}, add_wave);
+    }
 
     float2 sum = make_float2(0.f, 0.f), acc = make_float2(0.f, 0.f);
     const auto add_rows = [&](int first, float2* kv) {

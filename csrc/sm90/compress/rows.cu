@@ -182,8 +182,7 @@ __device__ void finish_key(const CompressParams& p, const Entry& e, const Early&
     if (lane % 8 == 0) p.index.scales(r, early.slot)[lane / 8] = static_cast<uint8_t>(byte);
 }
 
-// Tail rows that entries have read, and the rows of a window that are to be kept. Not the first
-// warp's work: it may have the only key.
+// Tail rows that entries have read. Not the first warp's work: it may have the only key.
 __device__ void replace_rows(const CompressParams& p, const Entry* entries, int count) {
     const int thread = static_cast<int>(threadIdx.x) - 32;
     if (thread < 0) return;
@@ -198,12 +197,16 @@ __device__ void replace_rows(const CompressParams& p, const Entry* entries, int 
     }
 }
 
-__device__ void keep_rows(const CompressParams& p, int64_t window, int64_t end, int lane) {
-    const int thread = static_cast<int>(threadIdx.x) - 32;
-    if (thread < 0) return;
-    uint32_t kept = __ballot_sync(kAllLanes, window + lane < end && keeps_row(p, window + lane));
-    for (; kept != 0; kept &= kept - 1)
-        keep_row(p, window + __ffs(static_cast<int>(kept)) - 1, thread, kThreads - 32);
+// Rows of the block that are to be kept: a window of them a warp, as looking them up is a chain of
+// reads. The last warp first: the first one may have the only key.
+__device__ void keep_rows(const CompressParams& p, int64_t begin, int64_t end, int warp, int lane) {
+    for (int64_t window = begin + (kWarps - 1 - warp) * kWindow; window < end;
+         window += kWarps * kWindow) {
+        uint32_t kept =
+            __ballot_sync(kAllLanes, window + lane < end && keeps_row(p, window + lane));
+        for (; kept != 0; kept &= kept - 1)
+            keep_row(p, window + __ffs(static_cast<int>(kept)) - 1, lane, 32);
+    }
 }
 
 // A decode step's row, while the batch is looked up.
@@ -240,10 +243,11 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
     p.overlap = kKind == Pooling::Overlap;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     KeyWeight& weight = *reinterpret_cast<KeyWeight*>(dynamic);  // with kKeyed alone
-    if constexpr (kKeyed) {
-        if (threadIdx.x == 0) weight.init();
-        __syncthreads();
+    if (threadIdx.x == 0) {
+        if (kKeyed) weight.init();
+        if (kKind == Pooling::Group) group.init();
     }
+    if (kKeyed || kKind == Pooling::Group) __syncthreads();
     allow_dependents();
     wait_for_previous();
     if (kKeyed) weight.fill<kThreads>(p);
@@ -287,8 +291,8 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
             if (kKind != Pooling::None && p.tail.data != nullptr)
                 replace_rows(p, shared.pool.entries, count);
         }
-        if (kKind != Pooling::None && p.tail.data != nullptr) keep_rows(p, window, end, lane);
     }
+    if (kKind != Pooling::None && p.tail.data != nullptr) keep_rows(p, begin, end, warp, lane);
     if constexpr (kKeyed) {  // no block ends before its copies
         weight.wait();
     }
