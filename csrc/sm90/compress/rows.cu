@@ -197,16 +197,21 @@ __device__ void replace_rows(const CompressParams& p, const Entry* entries, int 
     }
 }
 
-// Rows of the block that are to be kept: a window of them a warp, as looking them up is a chain of
-// reads. The last warp first: the first one may have the only key.
-__device__ void keep_rows(const CompressParams& p, int64_t begin, int64_t end, int warp, int lane) {
-    for (int64_t window = begin + (kWarps - 1 - warp) * kWindow; window < end;
-         window += kWarps * kWindow) {
-        uint32_t kept =
-            __ballot_sync(kAllLanes, window + lane < end && keeps_row(p, window + lane));
-        for (; kept != 0; kept &= kept - 1)
-            keep_row(p, window + __ffs(static_cast<int>(kept)) - 1, lane, 32);
-    }
+// The rows of a window that are to be kept; threads first .. first + threads - 1 copy them.
+__device__ void keep_rows(const CompressParams& p, int64_t window, int64_t end, int lane, int first,
+                          int threads) {
+    const int thread = static_cast<int>(threadIdx.x) - first;
+    if (thread < 0) return;
+    uint32_t kept = __ballot_sync(kAllLanes, window + lane < end && keeps_row(p, window + lane));
+    for (; kept != 0; kept &= kept - 1)
+        keep_row(p, window + __ffs(static_cast<int>(kept)) - 1, thread, threads);
+}
+
+// The same of a block of several windows: one a warp, as looking rows up is a chain of reads.
+__device__ void keep_windows(const CompressParams& p, int64_t begin, int64_t end, int warp,
+                             int lane) {
+    for (int64_t window = begin + warp * kWindow; window < end; window += kWarps * kWindow)
+        keep_rows(p, window, end, lane, 32 * warp, 32);
 }
 
 // A decode step's row, while the batch is looked up.
@@ -291,8 +296,11 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
             if (kKind != Pooling::None && p.tail.data != nullptr)
                 replace_rows(p, shared.pool.entries, count);
         }
+        // Not the first warp: it may have the only key.
+        if ((kKind == Pooling::Pair || kKind == Pooling::Overlap) && p.tail.data != nullptr)
+            keep_rows(p, window, end, lane, 32, kThreads - 32);
     }
-    if (kKind != Pooling::None && p.tail.data != nullptr) keep_rows(p, begin, end, warp, lane);
+    if (kKind == Pooling::Group && p.tail.data != nullptr) keep_windows(p, begin, end, warp, lane);
     if constexpr (kKeyed) {  // no block ends before its copies
         weight.wait();
     }
