@@ -9,6 +9,7 @@
 //
 // Floor: 4 bytes a column. Limits: k and pool of at most 2048; page sizes 8, 16, .., 256; columns a
 // multiple of 4, scores aligned to 16 bytes. select.cu has the other shapes.
+#include "core/schedule.h"
 #include "sm90/common/cluster.h"
 #include "sm90/common/launch.h"
 #include "sm90/select/cluster_rows.cuh"
@@ -70,23 +71,28 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
     constexpr int kLine = kPer > 1 ? EntryMaxima::kLine : EntryScores::kLine;
     static_assert(EntryScores::kLine == PoolScores::kLine);
     constexpr int kUnits = kCluster && kPer == 1 ? 2 * kLookUnits : kLookUnits;
-    // Where a block's part lies does not depend on how many columns count: they are read before
-    // that is known.
     float4 units[kUnits];
     const float* scores = p.scores.row(row);
     const float* values = kPer > 1 ? maxima.row(row) : scores;
     const Share<kLine> all{static_cast<int32_t>(p.columns), size_log};
+    const auto read = [&](int32_t columns) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-        const int32_t place = u * kStripe + kUnit * static_cast<int32_t>(threadIdx.x);
-        const int32_t at = all.template id<kLine / kPer>(place, rank);
-        if (at < all.count / kPer) units[u] = __ldcs(reinterpret_cast<const float4*>(values + at));
-    }
+        for (int u = 0; u < kUnits; ++u) {
+            const int32_t place = u * kStripe + kUnit * static_cast<int32_t>(threadIdx.x);
+            const int32_t at = all.template id<kLine / kPer>(place, rank);
+            if (at < columns / kPer)
+                units[u] = __ldcs(reinterpret_cast<const float4*>(values + at));
+        }
+    };
+    // Where a block's part lies does not depend on how many columns count: scores are read before
+    // that is known. Of maxima, nobody wrote those behind the last tile that counts.
+    if (kPer == 1) read(all.count);
     if (threadIdx.x == 0) {
         shared.row = paged_row(columns_of(p, p.page_size, p.columns, row), scores,
                                kPer > 1 ? values : nullptr, page_shift);
     }
     __syncthreads();
+    if (kPer > 1) read((shared.row.columns.count + kIndexTile - 1) / kIndexTile * kIndexTile);
     const PagedRow& of = shared.row;
     CandidateShared& top_k = shared.top_k;
     if constexpr (kAmong == Among::Pool) {
