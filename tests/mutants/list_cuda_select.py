@@ -4,26 +4,6 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        1501,
-        "select",
-        "a tie lost",
-        "sm90/select/candidates.cuh",
-        "if (better == need - 1) s_.lowest = pair;",
-        "if (better == max(need - 2, 0)) s_.lowest = pair;",
-        "an index that counts from one where the ranks count from zero",
-        "Tie overflow and infinities",
-    ),
-    Mutant(
-        1502,
-        "select",
-        "scores far above the bound wrap into low bins",
-        "sm90/select/candidates.cuh",
-        "return min(key - low >> kFineBits, uint32_t{kDigitBins - 1});",
-        "return key - low >> kFineBits & uint32_t{kDigitBins - 1};",
-        "the mask of a digit instead of the clamp of a range",
-        "Top-k bucket overflow",
-    ),
-    Mutant(
         1503,
         "select",
         "one barrier less before the ranks",
@@ -31,15 +11,6 @@ MUTANTS = (
         "            __syncthreads();\n            base += rank_words(base);",
         "            base += rank_words(base);",
         "the prefix sum has barriers of its own, but reads the bits before them",
-    ),
-    Mutant(
-        1505,
-        "select",
-        "one pair too many of a peer",
-        "sm90/select/candidates.cuh",
-        "fetched_.keys[i] = left > 0 ? four.x : 0;",
-        "fetched_.keys[i] = left >= 0 ? four.x : 0;",
-        "what lies behind the last candidate is the last row's",
     ),
     Mutant(
         1507,

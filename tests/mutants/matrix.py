@@ -20,7 +20,8 @@ Written by `tests/mutants/run.py`.
 
 
 def read_kills(name: str) -> dict[str, dict]:
-    """By the mutant's number: test, message and cases of the kill that a run has shown."""
+    """By the mutant's number: test, message and cases of the kill that a run has shown, and the
+    patch that it was shown for."""
     path = KILLS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -62,17 +63,17 @@ def document() -> str:
 def record(name: str, results: dict[str, dict]) -> None:
     """Brings the kills of a list and the document up to date with new results."""
     kills = read_kills(name)
+    mutants = {str(m.number): m for m in LISTS[name]}
     for number, result in results.items():
         kills.pop(number, None)
         if result["outcome"] == "killed":
-            message = short(result["message"])
             kills[number] = {
                 "test": result["test"],
-                "message": message,
+                "message": short(result["message"]),
                 "cases": result["cases"],
+                "patch": mutants[number].patch,
             }
-    numbers = [str(m.number) for m in LISTS[name]]
-    ordered = {number: kills[number] for number in numbers if number in kills}
+    ordered = {number: kills[number] for number in mutants if number in kills}
     KILLS.mkdir(exist_ok=True)
     (KILLS / f"{name}.json").write_text(json.dumps(ordered, indent=1) + "\n")
     DOC.write_text(document())

@@ -11,10 +11,11 @@ builds the library once, then for each fault what reads the patched file, and as
 (tests/test_<stage>*.py, then those of its ops in test_cuda_equals_cpu.py) with --device=cuda. Only
 a failed assertion is a kill: a crash, a hang or a CUDA error is none. It writes
 kills/cuda_<stage>...json and docs/mutants.md, to be committed with the list; test_mutants.py
-compares the three
+compares the three, and whether a patch is still the one that was noticed
 (`python tests/mutants/run.py --render` writes the document anew after a merge).
 """
 
+import hashlib
 from dataclasses import dataclass
 
 
@@ -29,6 +30,12 @@ class Mutant:
     fault: str  # how it comes to be written
     case: str | None = None  # the case from the field, by its heading, that it repeats
     test: str | None = None  # asked before its stage's: a file of tests, or tests/...py::test_name
+
+    @property
+    def patch(self) -> str:
+        """Kept with a kill: a patch that has changed since is to be shown again."""
+        text = "\0".join((self.file, self.old, self.new))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def replace_once(text: str, old: str, new: str, what: str) -> str:
