@@ -18,7 +18,7 @@
 namespace flash_csa::sm90 {
 namespace {
 
-// Scores and the maxima of their blocks, of whole index tiles: the workspace holds whole ones.
+// Scores, and the maxima of the blocks of whole index tiles: the workspace holds whole ones.
 struct StoreMaxima {
     struct Params {
         Matrix<float> out, maxima;  // NaN where a block has no number
@@ -32,7 +32,7 @@ struct StoreMaxima {
     __device__ void begin(const Segment&, int, int) {}
     __device__ void end(const Segment&, int, int) {}
     __device__ __forceinline__ void put(int64_t row, int32_t column, float score, bool visible) {
-        out.row(row)[column] = score;  // undefined where not visible
+        if (visible) out.row(row)[column] = score;
         float best = visible ? score : bits_float(kNanBits);
         // Bits 2 .. 4 of a lane say which column of a block it has.
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));

@@ -127,7 +127,13 @@ struct EntryMaxima {
         return __ldcs(reinterpret_cast<const float4*>(row.maxima + block));
     }
     __device__ __forceinline__ float4 entries(int32_t id) const {
-        return id < count() ? only(first_of_four(count() - id), row.load(id)) : only(0, {});
+        const int32_t there = count() - id;
+        if (there >= 4) return row.load(id);
+        float4 unit = {};  // nobody wrote the scores behind the last one
+        if (there > 0) unit.x = row.scores[id];
+        if (there > 1) unit.y = row.scores[id + 1];
+        if (there > 2) unit.z = row.scores[id + 2];
+        return only(first_of_four(there), unit);
     }
     __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
     __device__ int32_t position(int32_t id) const { return id; }
