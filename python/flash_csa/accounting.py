@@ -478,9 +478,9 @@ def expected_unique(picks: int, items: int) -> int:
 
 
 def score_scratch(entries: int) -> int:
-    """What index_select moves on top: each score written to the workspace and read from it. Less
-    where a tile of rows stays in the L2."""
-    return 2 * entries * F32
+    """What index_select moves on top: scores and the maxima of their blocks written to the
+    workspace, the maxima read from it. Less where a tile of rows stays in the L2."""
+    return (entries + 2 * (entries // POOL_BLOCK)) * F32
 
 
 def gather_bytes(*, records: int = 0, scores: int = 0) -> int:
