@@ -217,6 +217,10 @@ KERNEL_FAULTS = {
         "main KV",
     ),
     "window not rotated": (faulty(rope_store=second_of(values(late))), "window KV"),
+    "right positions, slots of another row": (
+        faulty(_select=first_of(lambda lists: replace(lists, slots=late(lists.slots)))),
+        "selection",
+    ),
     "pool built otherwise while scoring": (
         faulty(index_select=lambda made: (made[0], None if made[1] is None else late(made[1]))),
         "pool",

@@ -200,7 +200,8 @@ class Compiled(Formula):
             pool_blocks=blocks,
             pool=_pool(pool),
         )
-        return selection.positions.long(), None if built is None else built.blocks.long()
+        lists = _listed(selection, keys.held.table)
+        return lists, None if built is None else built.blocks.long()
 
     def _scores(
         self,
@@ -245,10 +246,10 @@ class Compiled(Formula):
     ) -> Tensor:
         rows = _Rows(where, scores.shape[1], pool_blocks=0 if pool is None else pool.shape[1])
         if pool is None:
-            return self._select(scores, rows, min(k, MAX_K))[0].positions.long()
+            return _listed(self._select(scores, rows, min(k, MAX_K))[0], rows.table)
         columns = (pool[:, :, None] * block + torch.arange(block, device=pool.device)).flatten(1)
         inside = scores.gather(1, columns.clamp(min=0, max=scores.shape[1] - 1))
-        return self._select(inside, rows, k, pool=_pool(pool))[0].positions.long()
+        return _listed(self._select(inside, rows, k, pool=_pool(pool))[0], rows.table)
 
     def _select(self, scores: Tensor, rows: "_Rows", k: int, **pool):
         missing = rows.pages * PAGE_SIZE - scores.shape[1]
@@ -258,7 +259,7 @@ class Compiled(Formula):
             rows.batch,
             k,
             rows.section("index" if pool.get("pool") is None else "reindex"),
-            block_table=rows.block_table(torch.arange(rows.pages, device=scores.device)),
+            block_table=rows.block_table(rows.table),
             ratio=rows.where.ratio,
             page_size=PAGE_SIZE,
             **pool,
@@ -334,6 +335,12 @@ def _positions(slots: Tensor, table: Tensor) -> Tensor:
     return torch.where((slots >= 0) & (slots < len(pages) * PAGE_SIZE), held, -1)
 
 
+def _listed(selection: Selection, table: Tensor) -> Tensor:
+    """i64 [Q, k]: what is selected, as positions and slots say alike; -1 where they differ."""
+    positions = selection.positions.long()
+    return torch.where(_positions(selection.slots.long(), table.long()) == positions, positions, -1)
+
+
 def _pool(blocks: Tensor | None) -> Pool | None:
     return None if blocks is None else Pool(blocks.int(), (blocks >= 0).sum(1).int())
 
@@ -354,6 +361,8 @@ class _Rows:
     ) -> None:
         self.where, self.pages = where, ceil_div(entries, PAGE_SIZE)
         device = where.positions.device
+        random = torch.Generator().manual_seed(self.pages)
+        self.table = torch.randperm(self.pages, generator=random).to(device)  # for scores alone
         starts = where.positions.tolist()
         self.batch = Batch.build([0, *starts], [0] + [1] * len(starts), device=device)
         self._schedule = schedule(
