@@ -194,10 +194,10 @@ def worse(outs):
 
 shifted = values(shift_scale, MAIN_FP4)
 KERNEL_FAULTS = {
-    "window list one short": (faulty(step=first_of(lose_the_oldest)), "visibility"),
+    "window list one short": (faulty(step=first_of(lose_the_oldest)), "visibility and slots"),
     "closing token does not see its entry": (
         faulty(step=lambda made: (*made[:2], made[2] - 1)),
-        "visibility",
+        "visibility and slots",
     ),
     "pooled from a neighbour": (
         faulty(compress=lambda made: tuple(values(late)(each) for each in made)),

@@ -101,11 +101,17 @@ class Activations:
             return torch.cat([self.kv, self.kv], 1), torch.cat([self.gate, self.gate], 1)
         return self.kv, self.gate
 
+    def bias(self, ratio: int) -> Tensor | None:
+        """f32 [ratio, width]: what is added to the gate by position within the group; none here."""
+        return None
+
     def entries(self, ratio: int, cos_sin: Tensor) -> Entries:
         """Main rows and index keys bf16 [T // ratio, ...] after RoPE, not yet quantised."""
         kv, gate = self.compressed(ratio)
         overlap = ratio == 4
-        compressor = Compressor(ratio, self.norm_weight, EPS, overlap=overlap, precision=FP32)
+        compressor = Compressor(
+            ratio, self.norm_weight, EPS, self.bias(ratio), overlap=overlap, precision=FP32
+        )
         keys = self.key_weight.to(torch.bfloat16), self.key_norm_weight
         return csa2_entries(compressor, kv, gate, cos_sin, *keys)
 

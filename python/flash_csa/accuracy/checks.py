@@ -4,8 +4,12 @@ from dataclasses import dataclass
 
 # The axes, in the order of the data flow: the first that fails is where a fault lies.
 AXES = (
-    "visibility",
+    "visibility and slots",
+    "RoPE of queries, window and index",  # of all alike, as the next three
     "compression",
+    "E4M3 of main and window KV",
+    "E2M1 of main KV and index",
+    "UE8M0 of window KV and index",
     "main KV",
     "window KV",
     "index keys",

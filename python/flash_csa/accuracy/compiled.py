@@ -1,7 +1,8 @@
 """The library's ops as a back end: records in pages of permuted ids, one request for each row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from .library_group import run_group
 
 PAGE_SIZE = 64
 RING = 3  # pages of a window: the least that hold 128 records wherever they begin
-CHUNK = 769  # rows of a call to compress: cuts groups of 2, 4 and 128 tokens
+CHUNKS = (1, 1, 2, 3, 5, 127, 769)  # rows of calls to compress, the last one's again and again
 MAX_K = 1 << 16
+DIFFER = -2  # in the place of what outputs of one op do not agree on
+NOT_SCORED = -3e38  # in the place of scores that are not written
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,16 @@ class Compiled(Formula):
         return q, held.read(len(kv), MAIN_FP8)
 
     def compress(
-        self, inputs: Activations, ratio: int, cos_sin: Tensor, main: Variant, index: Variant
+        self,
+        inputs: Activations,
+        ratio: int,
+        cos_sin: Tensor,
+        main: Variant,
+        index: Variant,
+        chunks: Sequence[int] = CHUNKS,
     ) -> tuple[Stored, Stored]:
-        """Main and index records of all complete entries, in chunks that cut groups: rows of an
-        open group go through a tail."""
+        """Main and index records of all complete entries, in chunks of so many rows, the last one's
+        again and again, which cut groups: rows of an open group go through a tail."""
         kv, gate = inputs.compressed(ratio)
         count, device = inputs.tokens // ratio, inputs.device
         pages = ceil_div(count, PAGE_SIZE)
@@ -111,8 +120,8 @@ class Compiled(Formula):
         tail = None
         if gate is not None:
             tail = Tail(torch.full((1, 2, span, kv.shape[1]), torch.nan, device=device))
-        for start in range(0, len(kv), CHUNK):
-            rows = slice(start, min(start + CHUNK, len(kv)))
+        for start, end in _cuts(len(kv), chunks):
+            rows = slice(start, end)
             tokens = torch.arange(rows.start, rows.stop, device=device)
             closed = torch.where((tokens + 1) % ratio == 0, tokens // ratio, -1)
             compress(
@@ -124,6 +133,7 @@ class Compiled(Formula):
                 eps=EPS,
                 cos_sin=cos_sin,
                 gate=None if gate is None else gate[rows],
+                bias=inputs.bias(ratio),
                 tail=tail,
                 main=held.pages,
                 index=keys.pages,
@@ -157,9 +167,9 @@ class Compiled(Formula):
             made.n_vis[0].long(),
         )
 
-    def group(self, inputs: Activations, k: int, cos_sin: Tensor) -> list[Tensor]:
+    def group(self, inputs: Activations, k: int, pool_blocks: int, cos_sin: Tensor) -> list[Tensor]:
         """f32 [Q, H, 512] of each layer of the group, through the library's own layers."""
-        return run_group(inputs, k, cos_sin)
+        return run_group(inputs, k, pool_blocks, cos_sin)
 
     def query(self, index_q: Tensor, where: Where, cos_sin: Tensor, variant: Variant) -> Stored:
         positions = where.positions.int()
@@ -201,7 +211,7 @@ class Compiled(Formula):
             pool=_pool(pool),
         )
         lists = _listed(selection, keys.held.table)
-        return lists, None if built is None else built.blocks.long()
+        return lists, None if built is None else _counted(built.blocks.long(), built.counts)
 
     def _scores(
         self,
@@ -215,7 +225,19 @@ class Compiled(Formula):
         heads = weights.shape[1]
         rows = _Rows(where, len(keys.values), index_heads=heads, pool_blocks=blocks)
         index = self._index(query, keys, weights, rows, pool is not None)
-        return index_scores(*index, ratio=where.ratio, pool=_pool(pool))
+        width = POOL_BLOCK * blocks if pool is not None else rows.pages * PAGE_SIZE
+        out = torch.full((len(weights), width), NOT_SCORED, device=weights.device)
+        return index_scores(*index, ratio=where.ratio, pool=_pool(pool), out=out)
+
+    def visible(
+        self, query: Stored, keys: Stored, weights: Tensor, where: Where
+    ) -> tuple[Tensor, Tensor]:
+        """bool [Q, N]: entries that are scored, and those of a selection of all that there are."""
+        scored = self.scores(query, keys, weights, where) != NOT_SCORED
+        lists, _ = self.index_select(query, keys, weights, where, scored.shape[1])
+        listed = torch.zeros(len(lists), scored.shape[1] + 1, dtype=torch.bool, device=lists.device)
+        listed.scatter_(1, torch.where(lists < 0, scored.shape[1], lists), True)
+        return scored, listed[:, :-1]
 
     def _index(
         self, query: Stored, keys: Stored, weights: Tensor, rows: "_Rows", inside: bool
@@ -234,7 +256,8 @@ class Compiled(Formula):
         if block != POOL_BLOCK:
             raise ValueError(f"flash_csa.accuracy: pools have blocks of {POOL_BLOCK}, got {block}")
         rows = _Rows(where, scores.shape[1], pool_blocks=blocks)
-        return self._select(scores, rows, 1, pool_blocks=blocks)[1].blocks.long()
+        built = self._select(scores, rows, 1, pool_blocks=blocks)[1]
+        return _counted(built.blocks.long(), built.counts)
 
     def select(
         self,
@@ -314,18 +337,28 @@ class Compiled(Formula):
     ) -> Tensor:
         where = Where(torch.zeros(len(q), device=q.device).long(), 1)
         rows = _Rows(where, 1, heads=q.shape[1], k=lists.shape[1])
-        lengths = torch.full((len(q),), lists.shape[1], dtype=torch.int32, device=q.device)
-        recent = torch.full_like(lengths, window_lists.shape[1])
+        lists, lengths = _ended(lists)
+        recent, lengths_of_recent = _ended(window_lists)
         return attend(
             q.contiguous(),
             main=main.held.pages,
             selection=Selection(lists.int(), main.held.slots(lists), lengths),
             window_pages=window.held.pages,
-            window=Window(window.held.slots(window_lists), recent),
+            window=Window(window.held.slots(recent), lengths_of_recent),
             schedule=rows.section("attend"),
             out=torch.empty(q.shape, dtype=self.out, device=q.device),
             **options,
         ).float()
+
+
+def _cuts(count: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each chunk of `count` rows."""
+    start = 0
+    for rows in chain(chunks, repeat(chunks[-1])):
+        if start >= count:
+            return
+        yield start, min(start + rows, count)
+        start += rows
 
 
 def _positions(slots: Tensor, table: Tensor) -> Tensor:
@@ -336,9 +369,23 @@ def _positions(slots: Tensor, table: Tensor) -> Tensor:
 
 
 def _listed(selection: Selection, table: Tensor) -> Tensor:
-    """i64 [Q, k]: what is selected, as positions and slots say alike; -1 where they differ."""
+    """i64 [Q, k]: what is selected, as positions, slots and lengths say alike; DIFFER elsewhere."""
     positions = selection.positions.long()
-    return torch.where(_positions(selection.slots.long(), table.long()) == positions, positions, -1)
+    alike = _positions(selection.slots.long(), table.long()) == positions
+    return _counted(torch.where(alike, positions, DIFFER), selection.lengths)
+
+
+def _counted(lists: Tensor, lengths: Tensor) -> Tensor:
+    """Lists that end where their lengths say; DIFFER where they do not."""
+    listed = torch.arange(lists.shape[1], device=lists.device) < lengths[:, None]
+    return torch.where(listed == (lists >= 0), lists, DIFFER)
+
+
+def _ended(lists: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists and their lengths i32 [Q]: up to the last record. What is beyond must not be read."""
+    columns = torch.arange(1, lists.shape[1] + 1, device=lists.device)
+    lengths = torch.where(lists >= 0, columns, 0).amax(1)
+    return torch.where(columns > lengths[:, None], 0, lists), lengths.int()
 
 
 def _pool(blocks: Tensor | None) -> Pool | None:
@@ -346,8 +393,8 @@ def _pool(blocks: Tensor | None) -> Pool | None:
 
 
 class _Rows:
-    """Each query row as a request of its own, so that rows may lie anywhere in the sequence. A
-    request without rows comes first: rows and requests have different numbers."""
+    """Each run of consecutive query rows as a request, so that rows may lie anywhere in the
+    sequence. A request without rows comes first: rows and requests have different numbers."""
 
     def __init__(
         self,
@@ -363,8 +410,13 @@ class _Rows:
         device = where.positions.device
         random = torch.Generator().manual_seed(self.pages)
         self.table = torch.randperm(self.pages, generator=random).to(device)  # for scores alone
-        starts = where.positions.tolist()
-        self.batch = Batch.build([0, *starts], [0] + [1] * len(starts), device=device)
+        starts, counts = [0], [0]
+        for position in where.positions.tolist():
+            if counts[-1] and position == starts[-1] + counts[-1]:
+                counts[-1] += 1
+            else:
+                starts, counts = [*starts, position], [*counts, 1]
+        self.batch = Batch.build(starts, counts, device=device)
         self._schedule = schedule(
             self.batch,
             ratios=[where.ratio],

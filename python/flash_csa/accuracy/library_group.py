@@ -9,14 +9,14 @@ from ..batch import Batch
 from ..cache import BlockPool, CacheSpec
 from ..configs import V41_FLASH
 from ..group import Compressor, Group, Query, Step, Tokens, store_window
-from ..plan import POOL_BLOCK, LayerPlan
+from ..plan import LayerPlan
 from ..reference.quant import round_bf16
 from ..reference.rope import rotate
 from .activations import EPS, Activations
 
 
-def plan_of(inputs: Activations, k: int) -> LayerPlan:
-    """The group's plan: ratio 1, a pool that holds everything."""
+def plan_of(inputs: Activations, k: int, pool_blocks: int) -> LayerPlan:
+    """The group's plan, at ratio 1."""
     layers = len(inputs.layers)
     sources = [n for n, mode in enumerate(inputs.modes) if mode != "reuse"]
     fields = {
@@ -25,7 +25,7 @@ def plan_of(inputs: Activations, k: int) -> LayerPlan:
         "kv_source_layer_ids": [0],
         "index_source_layer_ids": sources,
         "candidate_source_layer_id": 0 if len(sources) > 1 else None,
-        "candidate_topk_blocks": -(-inputs.tokens // POOL_BLOCK),
+        "candidate_topk_blocks": pool_blocks,
         "num_attention_heads": inputs.layers[0].q.shape[1],
         "index_n_heads": inputs.layers[0].index_q.shape[1],
         "index_topk": k,
@@ -33,10 +33,10 @@ def plan_of(inputs: Activations, k: int) -> LayerPlan:
     return replace(LayerPlan.from_config({**V41_FLASH, **fields}), eps=EPS)
 
 
-def run_group(inputs: Activations, k: int, cos_sin: Tensor) -> list[Tensor]:
+def run_group(inputs: Activations, k: int, pool_blocks: int, cos_sin: Tensor) -> list[Tensor]:
     """f32 [Q, H, 512] of each layer, as `Formula.attend` gives it: the tokens between two query
     rows are stored as a chunk, every query row is a decode step."""
-    plan, device = plan_of(inputs, k), inputs.device
+    plan, device = plan_of(inputs, k, pool_blocks), inputs.device
     positions = inputs.positions.tolist()
     gaps = [b - a for a, b in zip([-1, *positions], positions, strict=False)]
     layout = CacheSpec.for_plan(plan).layout(plan, max_tokens=inputs.tokens, max_rows=max(gaps))

@@ -120,13 +120,13 @@ def _reuse(case: Case, still: Case) -> Iterator[Check]:
 
 def _reuse_errors(case: Case) -> list[float]:
     """Of each layer, the mean over rows of the error that layer 0's selection causes."""
-    main, errors = case.main(MAIN_FP4), []
+    errors = []
     first = case.backend.select(case.scores(0, INDEX_FP4), case.where(), K)
     case.backend.reuse(first.flip(0))  # of a step before, which must be gone
     for layer in case.layers:
         own = case.backend.select(case.scores(layer, INDEX_FP4), case.where(), K)
-        out = case.attend(layer, main, case.backend.reuse(first))
-        errors.append(relative_error(out, case.attend(layer, main, own)).mean().item())
+        out = case.expected(layer, case.backend.reuse(first), MAIN_FP4)
+        errors.append(relative_error(out, case.expected(layer, own, MAIN_FP4)).mean().item())
     return errors
 
 
