@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_csa.accuracy import AXES, Shape, failing_axes, truths
+from flash_csa import RECORDS
+from flash_csa.accuracy import AXES, Activations, Shape, failing_axes, truths
 from flash_csa.accuracy.backends import Formula, Stored
 from flash_csa.accuracy.case import Case
 from flash_csa.accuracy.checks import Check
-from flash_csa.accuracy.compiled import Compiled
-from flash_csa.accuracy.formats import MAIN_FP4
+from flash_csa.accuracy.codecs import AXIS, CODES, FORMATS, READING, SCALES
+from flash_csa.accuracy.compiled import CHUNKS, Compiled
+from flash_csa.accuracy.formats import INDEX_FP4, INDEX_FP8, MAIN_FP4, MAIN_FP8, MIXED_FP8
 from flash_csa.accuracy.stages import compare
 from flash_csa.accuracy.synthetic import heavy
 
@@ -139,7 +141,7 @@ FAULTS = {
     "pool truncated": (TruncatedPool(), "pool"),
     "newest block forgotten": (ForgetsTheNewestBlock(), "pool"),
     "one entry too many seen": (SeesOneMore(), "selection"),
-    "selects outside the pool": (LeavesThePool(), "selection"),
+    "selects outside the pool": (LeavesThePool(), "reindex"),
     "stale selection": (Stale(), "reuse"),
     "one page swapped": (SwapsAPage(), "attention"),
     "sink dropped": (DropsTheSink(), "attention"),
@@ -192,6 +194,109 @@ def worse(outs):
     return [out * 1.1 for out in outs]
 
 
+class SeesOneLess(Compiled):
+    """Scoring and selecting hide the newest entry; the step does not."""
+
+    def _scores(self, query, keys, weights, where, pool=None):
+        return super()._scores(query, keys, weights, before(where), pool)
+
+    def index_select(self, query, keys, weights, where, k, **options):
+        return super().index_select(query, keys, weights, before(where), k, **options)
+
+    def select(self, scores, where, k, pool=None, block=0):
+        return super().select(scores, before(where), k, pool, block)
+
+
+def before(where):
+    return replace(where, positions=(where.positions - where.ratio).clamp(min=0))
+
+
+class TurnsTooFar(Compiled):
+    """One position, with whatever is rotated."""
+
+    def rope_store(self, q, kv, positions, cos_sin, *rest, **options):
+        return super().rope_store(q, kv, positions, cos_sin.roll(-1, 0), *rest, **options)
+
+    def query(self, index_q, where, cos_sin, variant, rotate=False):
+        return super().query(index_q, where, cos_sin.roll(-1, 0), variant, rotate)
+
+    def compress(self, inputs, ratio, cos_sin, *rest, **options):
+        return super().compress(inputs, ratio, cos_sin.roll(-1, 0), *rest, **options)
+
+
+class WritesBytes(Compiled):
+    """A fault in the bytes of some records: of codes ("data") or scales."""
+
+    def __init__(self, fault, *parts, out=torch.bfloat16) -> None:
+        super().__init__(out)
+        self.fault, self.parts = fault, parts
+
+    def bytes_of(self, stored):
+        made, size = super().bytes_of(stored), RECORDS[stored.variant.record].data_bytes
+        for part, columns in (("data", slice(0, size)), ("scales", slice(size, None))):
+            if (stored.variant, part) in self.parts:
+                made[:, columns] = self.fault(made[:, columns])
+        return made
+
+
+class LosesATail(Compiled):
+    """The first record of a chunk is that of its own rows alone."""
+
+    def compress(self, inputs, *args, chunks=CHUNKS):
+        made = super().compress(inputs, *args, chunks=chunks)
+        if chunks != CHUNKS:
+            return made
+        values = made[0].values.clone()
+        values[sum(CHUNKS) // args[0] - 1] *= 0.99
+        return replace(made[0], values=values), made[1]
+
+
+class WrongInChunks(Compiled):
+    """Rows of one request share the first one's scores."""
+
+    def _scores(self, query, keys, weights, where, pool=None):
+        made = super()._scores(query, keys, weights, where, pool)
+        follow = torch.nn.functional.pad(where.positions.diff() == 1, (1, 0))
+        return torch.where(follow[:, None], made.roll(1, 0), made)
+
+
+class ForgetsThePool(Compiled):
+    """A group's Reindex layers score everything."""
+
+    def group(self, inputs, k, pool_blocks, cos_sin):
+        return super().group(inputs, k, -(-inputs.tokens // 8), cos_sin)
+
+
+class WrongLayers(Compiled):
+    """What layers of one mode attend is of the row before."""
+
+    def __init__(self, mode="reuse") -> None:
+        super().__init__()
+        self.mode = mode
+
+    def group(self, inputs, *args):
+        outs = super().group(inputs, *args)
+        return [late(o) if m == self.mode else o for o, m in zip(outs, inputs.modes, strict=True)]
+
+
+class NoBias(Compiled):
+    def compress(self, inputs, *args, **options):
+        biased = vars(inputs)
+        return super().compress(Activations(**biased), *args, **options)
+
+
+def lengthen(selection):
+    return replace(selection, lengths=(selection.lengths + 1).clamp(max=selection.slots.shape[1]))
+
+
+def flip_last_bit(made):
+    return made ^ 1
+
+
+def swap_halves(made):
+    return (made << 4) | (made >> 4)
+
+
 shifted = values(shift_scale, MAIN_FP4)
 KERNEL_FAULTS = {
     "window list one short": (faulty(step=first_of(lose_the_oldest)), "visibility and slots"),
@@ -213,7 +318,7 @@ KERNEL_FAULTS = {
         "main KV",
     ),
     "main nibbles swapped, by encoder and decoder": (
-        faulty(bytes_of=lambda made: (made << 4) | (made >> 4)),
+        faulty(bytes_of=swap_halves),
         "main KV",
     ),
     "window not rotated": (faulty(rope_store=second_of(values(late))), "window KV"),
@@ -230,6 +335,39 @@ KERNEL_FAULTS = {
     "output turned back too far": (faulty(attend_back=late), "attention"),
     "a page swapped, in the group too": (faulty(attend=late, group=worse), "attention"),
     "a group that stages do not explain": (faulty(group=worse), "group"),
+    "newest entry hidden from scores and selection": (SeesOneLess(), "visibility and slots"),
+    "everything turned too far": (TurnsTooFar(), "RoPE of queries, window and index"),
+    "last bit of E4M3 flipped": (
+        WritesBytes(
+            flip_last_bit,
+            (MAIN_FP4, "scales"),
+            *((v, "data") for v in (MAIN_FP8, MIXED_FP8, INDEX_FP8)),
+        ),
+        "E4M3 of main and window KV",
+    ),
+    "nibbles swapped, in both FP4 records": (
+        WritesBytes(swap_halves, (MAIN_FP4, "data"), (INDEX_FP4, "data")),
+        "E2M1 of main KV and index",
+    ),
+    "codes of both FP8 records of 512": (
+        WritesBytes(flip_last_bit, (MAIN_FP8, "data"), (MIXED_FP8, "data")),
+        "window KV",
+    ),
+    "codes of the window": (WritesBytes(flip_last_bit, (MAIN_FP8, "data")), "window KV"),
+    "codes of V4's record": (WritesBytes(flip_last_bit, (MIXED_FP8, "data")), "main KV"),
+    "scales of the window": (WritesBytes(flip_last_bit, (MAIN_FP8, "scales")), "window KV"),
+    "scales of main KV": (WritesBytes(flip_last_bit, (MAIN_FP4, "scales")), "main KV"),
+    "a tail forgotten": (LosesATail(), "compression"),
+    "position bias forgotten": (NoBias(), "compression"),
+    "scores of a chunk's first row": (WrongInChunks(), "index scores"),
+    "a length too many": (faulty(_select=first_of(lengthen)), "selection"),
+    "a Reindex layer leaves the pool, in the group": (ForgetsThePool(), "reindex"),
+    "a Reuse layer attends another row's list, in the group": (WrongLayers(), "reuse"),
+    "Hadamard forgotten": (
+        faulty(compress_index=values(lambda x: x.roll(1, 1))),
+        "index keys",
+    ),
+    "HCA attends another row's entries": (faulty(attend_visible=late), "attention"),
 }
 
 
@@ -238,6 +376,22 @@ def test_a_fault_is_named_by_its_axis(name):
     backend, axis = (FAULTS | KERNEL_FAULTS)[name]
     checks = stages(backend)
     assert failing_axes(checks)[:1] == [axis], [c for c in checks if not c.holds]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.axis)
+def test_a_format_is_at_fault_where_all_that_uses_it_is_wrong_and_nothing_else(format):
+    for shown in (format.writes, format.reads):
+        parts = {(v, p): 0.0 for v in AXIS for p in (SCALES, CODES, READING)}
+        parts |= dict.fromkeys(shown, 0.5)
+        assert format.wrong(parts) == 0.5
+        assert [each.axis for each in FORMATS if each.wrong(parts) > 0] == [format.axis]
+        assert format.wrong(parts | {shown[0]: 0.0}) == 0.0
+        assert format.wrong(dict.fromkeys(parts, 0.5)) == 0.0
+
+
+def test_attention_that_is_nan_is_attention():
+    broken = faulty(attend=lambda out: out * torch.nan)
+    assert failing_axes(truths.check(broken, 0, "cpu")) == ["attention"]
 
 
 @pytest.mark.parametrize("backend", [Formula(), Compiled()], ids=lambda b: b.name)

@@ -12,7 +12,7 @@ from ..batch import Batch
 from ..cache import ceil_div
 from ..compress import Tail, compress
 from ..index import IndexQuery, index_scores, quantize_query
-from ..plan import POOL_BLOCK
+from ..plan import HEAD_DIM, INDEX_DIM, POOL_BLOCK
 from ..records import Pages
 from ..reference import index as reference
 from ..reference import pages as reference_pages
@@ -22,7 +22,7 @@ from ..step import Window, schedule, step_slots
 from ..store import load, rope_store, store
 from .activations import EPS, Activations
 from .backends import Formula, Stored, Where
-from .formats import MAIN_FP8, Variant
+from .formats import INDEX_FP4, MAIN_FP8, Variant
 from .library_group import run_group
 
 PAGE_SIZE = 64
@@ -92,13 +92,20 @@ class Compiled(Formula):
         )
 
     def rope_store(
-        self, q: Tensor, kv: Tensor, positions: Tensor, cos_sin: Tensor
+        self,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm_eps: float | None = None,
+        variant: Variant = MAIN_FP8,
     ) -> tuple[Tensor, Stored]:
         """q bf16 [R, H, 512] rotated, and window records of the rows kv bf16 [R, 512]."""
-        held, q = Held.empty(ceil_div(len(kv), PAGE_SIZE), MAIN_FP8, kv.device), q.clone()
+        held, q = Held.empty(ceil_div(len(kv), PAGE_SIZE), variant, kv.device), q.clone()
         slots = held.slots(torch.arange(len(kv), device=kv.device))
-        rope_store(q, kv.contiguous(), held.pages, slots, positions.int(), cos_sin)
-        return q, held.read(len(kv), MAIN_FP8)
+        rows = kv.contiguous(), held.pages, slots, positions.int(), cos_sin
+        rope_store(q, *rows, q_norm_eps=q_norm_eps)
+        return q, held.read(len(kv), variant)
 
     def compress(
         self,
@@ -113,48 +120,67 @@ class Compiled(Formula):
         again and again, which cut groups: rows of an open group go through a tail."""
         kv, gate = inputs.compressed(ratio)
         count, device = inputs.tokens // ratio, inputs.device
-        pages = ceil_div(count, PAGE_SIZE)
-        held = Held.empty(pages, main, device)
-        keys = Held(Pages.empty(pages, index.record, PAGE_SIZE, device), held.table)
-        span = 2 * ratio if ratio == 4 else ratio
-        tail = None
-        if gate is not None:
-            tail = Tail(torch.full((1, 2, span, kv.shape[1]), torch.nan, device=device))
-        for start, end in _cuts(len(kv), chunks):
-            rows = slice(start, end)
-            tokens = torch.arange(rows.start, rows.stop, device=device)
-            closed = torch.where((tokens + 1) % ratio == 0, tokens // ratio, -1)
-            compress(
-                kv[rows],
-                Batch.build([start], [len(tokens)], device=device),
-                held.slots(closed),
-                ratio=ratio,
-                norm_weight=inputs.norm_weight,
-                eps=EPS,
-                cos_sin=cos_sin,
-                gate=None if gate is None else gate[rows],
-                bias=inputs.bias(ratio),
-                tail=tail,
-                main=held.pages,
-                index=keys.pages,
-                key_weight=inputs.key_weight,
-                key_norm_weight=inputs.key_norm_weight,
-            )
+        held = Held.empty(ceil_div(count, PAGE_SIZE), main, device)
+        keys = Held.empty(ceil_div(count, PAGE_SIZE), index, device)
+        _compress(
+            kv,
+            gate,
+            ratio,
+            chunks,
+            keys,
+            norm_weight=inputs.norm_weight,
+            cos_sin=cos_sin,
+            bias=inputs.bias(ratio),
+            main=held.pages,
+            key_weight=inputs.key_weight,
+            key_norm_weight=inputs.key_norm_weight,
+        )
         return held.read(count, main), keys.read(count, index)
+
+    def tail(self, kv: Tensor, gate: Tensor, ratio: int, cos_sin: Tensor) -> Tensor:
+        """f32 [2, ring, width] after the rows kv, gate f32 [n, width] of a sequence."""
+        keys = Held.empty(ceil_div(len(kv), PAGE_SIZE), INDEX_FP4, kv.device)
+        weight = torch.ones(HEAD_DIM, device=kv.device)
+        key = torch.zeros(INDEX_DIM, HEAD_DIM, dtype=torch.bfloat16, device=kv.device)
+        options = {"norm_weight": weight, "cos_sin": cos_sin, "key_weight": key}
+        options["key_norm_weight"] = weight[:INDEX_DIM]
+        return _compress(kv, gate, ratio, (1, 2, len(kv)), keys, **options)
+
+    def compress_index(
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        ratio: int,
+        cos_sin: Tensor,
+        bias: Tensor,
+        norm_weight: Tensor,
+    ) -> Stored:
+        """Index records of V4's own compressor, kv and gate f32 [T, 256], rotated by Hadamard."""
+        count = len(kv) // ratio
+        keys = Held.empty(ceil_div(count, PAGE_SIZE), INDEX_FP4, kv.device)
+        options = {"norm_weight": norm_weight, "cos_sin": cos_sin, "bias": bias, "rotate": True}
+        _compress(kv, gate, ratio, CHUNKS, keys, **options)
+        return keys.read(count, INDEX_FP4)
 
     def step(self, positions: Tensor, ratio: int) -> tuple[Tensor, Tensor, Tensor]:
         """What a step finds for rows at `positions` i64 [R], each a request of its own: window
         positions i64 [R, 128] and the entry that the row closes i64 [R], -1 none; the number of
         entries that it sees i64 [R]."""
-        device, count = positions.device, ceil_div(int(positions.max()) + 1, ratio * PAGE_SIZE)
-        table = torch.randperm(count, generator=torch.Generator().manual_seed(count)).to(device)
+        device, rows, tokens = positions.device, len(positions), int(positions.max()) + 1
+        # Of pages of another size, and another ratio, comes first.
+        ratios, sizes = [4 if ratio == 128 else 128, ratio], [PAGE_SIZE // 4, PAGE_SIZE]
+        tables = []
+        for each, size in zip(ratios, sizes, strict=True):
+            count = ceil_div(tokens, each * size)
+            random = torch.Generator().manual_seed(count)
+            tables.append(torch.randperm(count, generator=random).to(device))
         ring = torch.tensor([2, 0, 1], device=device)
         made = step_slots(
-            Batch.build(positions.tolist(), [1] * len(positions), device=device),
-            [table.int().repeat(len(positions), 1)],
-            ring.int().repeat(len(positions), 1),
-            ratios=[ratio],
-            page_sizes=[PAGE_SIZE],
+            Batch.build(positions.tolist(), [1] * rows, device=device),
+            [table.int().repeat(rows, 1) for table in tables],
+            ring.int().repeat(rows, 1),
+            ratios=ratios,
+            page_sizes=sizes,
             window_page_size=PAGE_SIZE,
         )
         # The latest position up to the row's own that the ring keeps in such a slot.
@@ -163,17 +189,25 @@ class Compiled(Formula):
         listed = torch.arange(held.shape[1], device=device) < made.lists.lengths[:, None]
         return (
             torch.where(listed & (held >= 0), recent, -1),
-            _positions(made.entry_slots[0].long(), table),
-            made.n_vis[0].long(),
+            _positions(made.entry_slots[1].long(), tables[1]),
+            made.n_vis[1].long(),
         )
 
     def group(self, inputs: Activations, k: int, pool_blocks: int, cos_sin: Tensor) -> list[Tensor]:
         """f32 [Q, H, 512] of each layer of the group, through the library's own layers."""
         return run_group(inputs, k, pool_blocks, cos_sin)
 
-    def query(self, index_q: Tensor, where: Where, cos_sin: Tensor, variant: Variant) -> Stored:
-        positions = where.positions.int()
-        made = quantize_query(index_q, positions, cos_sin, record=variant.record)
+    def query(
+        self,
+        index_q: Tensor,
+        where: Where,
+        cos_sin: Tensor,
+        variant: Variant,
+        rotate: bool = False,
+    ) -> Stored:
+        """rotate: by Hadamard too (V4)."""
+        given = index_q, where.positions.int(), cos_sin
+        made = quantize_query(*given, record=variant.record, rotate=rotate)
         values = reference.dequantize_query(
             reference.IndexQuery(made.codes.cpu(), made.scales.cpu())
         )
@@ -300,11 +334,18 @@ class Compiled(Formula):
         return self._attend(q, main, lists, window, window_lists, sink=sink)
 
     def attend_part(
-        self, q: Tensor, main: Stored, lists: Tensor, window: Stored, window_lists: Tensor
+        self,
+        q: Tensor,
+        main: Stored,
+        lists: Tensor,
+        window: Stored,
+        window_lists: Tensor,
+        **options,
     ) -> tuple[Tensor, Tensor]:
-        """Without a sink: the output, and f32 [Q, H] the log of the sum of exponentials."""
+        """Without a sink: the output, and f32 [Q, H] the log of the sum of exponentials; options of
+        `attend`."""
         lse = torch.empty(q.shape[:2], device=q.device)
-        return self._attend(q, main, lists, window, window_lists, lse=lse), lse
+        return self._attend(q, main, lists, window, window_lists, lse=lse, **options), lse
 
     def merge(self, parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor) -> Tensor:
         """f32 [Q, H, 512]: attention over the records of all `parts`, of attend_part."""
@@ -326,6 +367,22 @@ class Compiled(Formula):
         back = (derotate[0].int(), derotate[1])
         return self._attend(q, main, lists, window, window_lists, sink=sink, derotate=back)
 
+    def attend_visible(
+        self,
+        q: Tensor,
+        main: Stored,
+        where: Where,
+        window: Stored,
+        window_lists: Tensor,
+        sink: Tensor,
+    ) -> Tensor:
+        """Over all entries that a row sees, without a list (HCA)."""
+        rows = _Rows(where, len(main.values), heads=q.shape[1])
+        table, n_vis = rows.block_table(main.held.table), where.n_vis.int()
+        contiguous = table, rows.batch.row_request, n_vis
+        section = rows.section("contiguous")
+        return self._over(q, main, window, window_lists, section, contiguous=contiguous, sink=sink)
+
     def _attend(
         self,
         q: Tensor,
@@ -338,17 +395,53 @@ class Compiled(Formula):
         where = Where(torch.zeros(len(q), device=q.device).long(), 1)
         rows = _Rows(where, 1, heads=q.shape[1], k=lists.shape[1])
         lists, lengths = _ended(lists)
-        recent, lengths_of_recent = _ended(window_lists)
+        chosen = Selection(lists.int(), main.held.slots(lists), lengths)
+        section = rows.section("attend")
+        return self._over(q, main, window, window_lists, section, selection=chosen, **options)
+
+    def _over(
+        self,
+        q: Tensor,
+        main: Stored,
+        window: Stored,
+        window_lists: Tensor,
+        section: Tensor,
+        **options,
+    ) -> Tensor:
+        recent, lengths = _ended(window_lists)
         return attend(
             q.contiguous(),
             main=main.held.pages,
-            selection=Selection(lists.int(), main.held.slots(lists), lengths),
             window_pages=window.held.pages,
-            window=Window(window.held.slots(recent), lengths_of_recent),
-            schedule=rows.section("attend"),
+            window=Window(window.held.slots(recent), lengths),
+            schedule=section,
             out=torch.empty(q.shape, dtype=self.out, device=q.device),
             **options,
         ).float()
+
+
+def _compress(
+    kv: Tensor, gate: Tensor | None, ratio: int, chunks: Sequence[int], keys: Held, **options
+) -> Tensor | None:
+    """`compress` of a sequence, chunk by chunk, to `keys` and the pages in `options`. Returns the
+    tail f32 [2, ring, width], NaN where nothing was kept."""
+    span, tail = 2 * ratio if ratio == 4 else ratio, None
+    if gate is not None:
+        tail = Tail(torch.full((1, 2, span, kv.shape[1]), torch.nan, device=kv.device))
+    for start, end in _cuts(len(kv), chunks):
+        tokens = torch.arange(start, end, device=kv.device)
+        compress(
+            kv[start:end],
+            Batch.build([start], [len(tokens)], device=kv.device),
+            keys.slots(torch.where((tokens + 1) % ratio == 0, tokens // ratio, -1)),
+            ratio=ratio,
+            eps=EPS,
+            gate=None if gate is None else gate[start:end],
+            tail=tail,
+            index=keys.pages,
+            **options,
+        )
+    return None if tail is None else tail.rows[0]
 
 
 def _cuts(count: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -426,11 +519,12 @@ class _Rows:
             index_heads=index_heads,
             pool_blocks=pool_blocks,
             pool_ratio=where.ratio if pool_blocks else 0,
+            contiguous_ratios=[where.ratio],
             num_sms=default_num_sms(device),
         )
 
     def section(self, kind: str) -> Tensor:
-        return self._schedule[1 + ("index", "reindex", "attend").index(kind)]
+        return self._schedule[1 + ("index", "reindex", "attend", "contiguous").index(kind)]
 
     def block_table(self, table: Tensor) -> Tensor:
         """i32 [1 + Q, pages]: every request holds the sequence, but the first has no pages."""

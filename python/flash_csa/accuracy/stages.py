@@ -12,10 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..plan import INDEX_DIM
 from ..reference import index
+from ..reference.compress import write_tail
 from ..reference.quant import quantize
 from ..reference.rope import derotate
-from . import codecs
+from . import codecs, v4
 from .activations import Activations, Shape
 from .backends import Stored, Where
 from .case import FORMULA, Case
@@ -52,6 +54,7 @@ CODES, FEW = 0.02, 2  # share, or number, of entries whose pooled value lies on 
 # Relative error of such an entry; the scale of an index key changes by a factor of two.
 BORDER = {"compression": 0.1, "index keys": 0.25}
 SEEN_TOKENS, SEEN_STEP = 240, 3  # rows that share no request
+LONG, LONG_ROWS = 40_000, (39_999, 33_000)  # entries; positions
 CHUNK_TOKENS, CHUNK_START = 2048, 119  # rows that do: they cross a pool block and fill a window
 
 
@@ -63,7 +66,7 @@ def compare(case: Case) -> list[Check]:
     chunks = _chunks(case)
     for stage in of_rows:
         checks += (replace(c, name=f"chunks of rows: {c.name}") for c in stage(chunks))
-    return [*checks, *_beside(case), *_layers(case)]
+    return [*checks, *_long(case), *v4.compare(case), *_beside(case), *_layers(case)]
 
 
 def _chunks(case: Case) -> Case:
@@ -219,6 +222,18 @@ def _compress(case: Case) -> Iterator[Check]:
             worst = errors.max().item()
             yield Check(axis, f"{name}, worst error", worst, 0.0, BORDER[axis], len(wrong), HELD)
             yield _equal(axis, f"{name}, in chunks and at once,", ours.values, once.values)
+        if ratio > 1:
+            yield _tail(case, ratio, *inputs.compressed(ratio))
+
+
+def _tail(case: Case, ratio: int, kv: Tensor, gate: Tensor) -> Check:
+    """Where what follows, or a copy of the cache, finds the rows of the open group."""
+    rows = 3 * ratio // 2 + 3
+    kept = case.backend.tail(kv[:rows], gate[:rows], ratio, case.cos_sin).cpu()
+    expected = torch.full_like(kept, torch.nan)
+    write_tail(expected, kv[:rows].cpu(), gate[:rows].cpu(), 0)
+    name = f"ratio {ratio}, tail rows"
+    return _equal("compression", name, kept.nan_to_num(), expected.nan_to_num())
 
 
 def _index(case: Case) -> Iterator[Check]:
@@ -272,7 +287,7 @@ def _choices(case: Case) -> Iterator[Check]:
         yield _equal("selection", f"slots{kind}", backend.select(given, where, case.k), lists)
         inside = FORMULA.select(given, where, case.k, pool, POOL_BLOCK)
         made = backend.select(given, where, case.k, pool, POOL_BLOCK)
-        yield _equal("selection", f"slots inside a pool{kind}", made, inside)
+        yield _equal("reindex", f"slots inside a pool{kind}", made, inside)
     backend.reuse(lists.flip(0))  # of a step before
     yield _equal("reuse", "slots that a Reuse layer reads", backend.reuse(lists), lists)
 
@@ -302,6 +317,39 @@ def _fused(case: Case) -> Iterator[Check]:
     made, _ = backend.index_select(*index, case.k, pool=pool)
     lists = FORMULA.select(scores, where, case.k, pool, POOL_BLOCK)
     yield _equal("reindex", "slots inside a pool, while scoring,", made, lists)
+
+
+def _long(case: Case) -> Iterator[Check]:
+    """Rows so long that back ends cut them, whatever the case's own length."""
+    backend, inputs = case.backend, case.inputs
+    if not hasattr(backend, "index_select"):
+        return
+    random = torch.Generator().manual_seed(0)
+    keys = torch.randn(LONG, INDEX_DIM, generator=random).bfloat16().to(inputs.device)
+    held, layer, rows = backend.store(keys, INDEX_FP4), inputs.layers[0], slice(0, len(LONG_ROWS))
+    query = backend.query(
+        layer.index_q[rows], Where(case.positions[rows], 1), case.cos_sin, INDEX_FP4
+    )
+    where = Where(torch.tensor(LONG_ROWS, device=inputs.device), 1)
+    given = query, held, layer.index_weights[rows], where
+    made, own = backend.scores(*given), FORMULA.scores(*given)
+    seen = torch.arange(LONG, device=made.device) < where.n_vis[:, None]
+    worst = torch.where(seen, made - own, 0.0).abs().max() / own.abs().max()
+    name = f"{LONG:,} entries, worst of the largest"
+    yield Check("index scores", name, worst.item(), 0.0, SCORES, len(made), HELD)
+    blocks = max(1, 2 * case.k // POOL_BLOCK)
+    lists = FORMULA.select(made, where, case.k)
+    pool = FORMULA.pool(made, where, blocks, POOL_BLOCK)
+    for name, chosen, built in (
+        (
+            "",
+            backend.select(made, where, case.k),
+            backend.pool(made, where, blocks, POOL_BLOCK),
+        ),
+        (", while scoring", *backend.index_select(*given, case.k, blocks=blocks)),
+    ):
+        yield _equal("pool", f"blocks of {LONG:,} entries{name},", built, pool)
+        yield _equal("selection", f"slots of {LONG:,} entries{name},", chosen, lists)
 
 
 def _attention(case: Case) -> Iterator[Check]:
@@ -342,20 +390,35 @@ def _beside(case: Case) -> Iterator[Check]:
     q, lists, recent = case.q(0), case.teacher(0), case.window_lists()
     n, half = len(q), lists.shape[1] // 2
     none = torch.full_like(recent, -1)
-    given = [(lists, recent), (lists[:, :half], recent), (lists[:, half:], none)]
-    (_, lse), *parts = [
-        backend.attend_part(q, main, chosen, window, latest) for chosen, latest in given
+    halves = lists[:, :half], lists[:, half:], torch.full_like(lists, -1)
+    parts = [
+        backend.attend_part(q, main, chosen, window, latest)
+        for chosen, latest in zip(halves, (recent, none, none), strict=True)
     ]
-    expected = _log_sums(q.float(), main.values, lists, window.values, recent)
-    wrong = ((lse - expected).abs() / expected.abs().clamp(min=1)).max().item()
-    yield Check("attention", "log of the denominator, worst row", wrong, 0.0, LSE, n, HELD)
+    for name, scale in (("", 1.0), (", at half the scale", 0.5)):
+        options = {"softmax_scale": scale * q.shape[2] ** -0.5}
+        _, lse = backend.attend_part(q, main, lists, window, recent, **options)
+        expected = _log_sums(scale * q.float(), main.values, lists, window.values, recent)
+        wrong = ((lse - expected).abs() / expected.abs().clamp(min=1)).max().item()
+        name = f"log of the denominator{name}, worst row"
+        yield Check("attention", name, wrong, 0.0, LSE, n, HELD)
 
     expected = FORMULA.attend(q, _same(main), lists, _same(window), recent, sink)
     worst = relative_error(backend.merge(parts, sink), expected).max().item()
-    name = "two halves of the lists joined, FP32 output, worst row"
+    name = "two halves of the lists, and nothing, joined, FP32 output, worst row"
+    yield Check("attention", name, worst, 0.0, ROUNDING["FP32"], n, HELD)
+
+    # More than kernels take at once, and no multiple of anything.
+    many = torch.cat([case.q(layer) for layer in case.layers], 1)[:, :-1].contiguous()
+    sinks = torch.cat([sink + layer for layer in case.layers])[:-1]
+    out = backend.attend(many, main, lists, window, recent, sinks)
+    expected = FORMULA.attend(many, _same(main), lists, _same(window), recent, sinks)
+    worst = relative_error(out, expected).max().item()
+    name = f"{many.shape[1]} heads, FP32 output, worst row"
     yield Check("attention", name, worst, 0.0, ROUNDING["FP32"], n, HELD)
 
     turn = case.positions, case.cos_sin
+    expected = FORMULA.attend(q, _same(main), lists, _same(window), recent, sink)
     out = backend.attend_back(q, main, lists, window, recent, sink, turn)
     worst = relative_error(out, derotate(expected, *turn)).max().item()
     name = "output turned back, worst row"
