@@ -102,7 +102,8 @@ def compare(case: Case) -> Iterator[Check]:
         parts = {(v, p): s for v in coded for p, s in _parts(backend, rows[v], v).items()}
         for each in FORMATS:
             name = "all that uses the format, and nothing else: least share that differs"
-            yield Check(each.axis, name, each.wrong(parts), 0.0, 0.0, len(rows), HELD)
+            count = sum(map(len, rows.values()))
+            yield Check(each.axis, name, each.wrong(parts), 0.0, 0.0, count, HELD)
     for (variant, part), share in parts.items():
         name = f"{variant.name}, {part} that differ"
         axis = _axis(variant, parts.get((MAIN_FP8, part), 0.0))
