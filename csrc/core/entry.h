@@ -35,21 +35,34 @@ FCSA_HD int64_t first_entry(const CompressParams& p, int64_t request) {
     return p.entry_first == nullptr ? 0 : p.entry_first[request];
 }
 
-// Whether `row` closes an entry that this call computes.
-FCSA_HD bool closes_entry(const CompressParams& p, int64_t row, Entry* entry) {
-    if (!is_valid_row(p, row)) return false;
-    const int64_t position = p.batch.positions[row];
+// What a request says about its entries.
+struct RequestState {
+    int64_t first_entry;
+    int64_t start;
+    bool tail;
+};
+
+FCSA_HD RequestState request_state(const CompressParams& p, int64_t request) {
+    return {first_entry(p, request), p.batch.start[request], has_tail(p, request)};
+}
+
+// Whether a valid row at `position` closes an entry that this call computes.
+FCSA_HD bool closes_entry(const CompressParams& p, int64_t row, int64_t position, int64_t request,
+                          const RequestState& state, Entry* entry) {
     if ((position + 1) % p.ratio != 0) return false;
-    const int64_t request = p.batch.row_request[row];
     const int64_t index = position / p.ratio;
-    if (index < first_entry(p, request)) return false;
+    if (index < state.first_entry) return false;
     const int64_t groups = p.overlap && index > 0 ? 2 : 1;
     const int64_t first = position + 1 - groups * p.ratio;
     *entry = {row, position, request, index, first};
-    const int64_t start = p.batch.start[request];
-    const bool tail = has_tail(p, request);  // read beside start, not after it
-    const int64_t oldest_in_call = first < start ? start : first;
-    return row - (position - oldest_in_call) >= 0 && (first >= start || tail);
+    const int64_t oldest_in_call = first < state.start ? state.start : first;
+    return row - (position - oldest_in_call) >= 0 && (first >= state.start || state.tail);
+}
+
+FCSA_HD bool closes_entry(const CompressParams& p, int64_t row, Entry* entry) {
+    if (!is_valid_row(p, row)) return false;
+    const int64_t request = p.batch.row_request[row];
+    return closes_entry(p, row, p.batch.positions[row], request, request_state(p, request), entry);
 }
 
 // kv, gate and bias of one position, in the columns of its role; bias is null where there is none.

@@ -1,4 +1,4 @@
-// compress: which kernel takes a step. Both give the same bytes.
+// compress: which kernel takes a step. All give the same bytes.
 #include <cuda_runtime_api.h>
 
 #include "sm90/kernels.h"
@@ -6,27 +6,37 @@
 namespace flash_csa::sm90 {
 
 cudaError_t compress_rows(const CompressParams& p, int num_sms, cudaStream_t stream);
+cudaError_t compress_steps(const CompressParams& p, cudaStream_t stream);
+cudaError_t compress_groups(const CompressParams& p, int num_sms, cudaStream_t stream);
 cudaError_t compress_prefill(const CompressParams& p, int num_sms, cudaStream_t stream);
 
 namespace {
 
-// Long steps of V4.1: enough rows for tiles of 16 entries on every SM.
-bool is_prefill(const CompressParams& p) {
-    constexpr int32_t kLongStep = 1024;
-    return p.ratio <= 2 && p.dim == kHeadDim && p.batch.rows >= kLongStep && !p.bias && !p.rotate &&
+// V4.1: ratio 1 and 2 with its records.
+bool is_v41(const CompressParams& p) {
+    return p.ratio <= 2 && p.dim == kHeadDim && !p.bias && !p.rotate &&
            (p.main.data == nullptr || p.main.record == RecordId::MainFp4) &&
            (p.index.data == nullptr || p.index.record == RecordId::IndexFp4);
+}
+
+// Ratio 128 without index keys.
+bool is_groups(const CompressParams& p) {
+    return p.ratio == 128 && p.dim == kHeadDim && !p.key_weight;
 }
 
 }  // namespace
 
 cudaError_t compress(const CompressParams& p, cudaStream_t stream) {
+    constexpr int32_t kLongStep = 1024;  // rows enough for tiles of 64 entries on many SMs
     int device = 0, num_sms = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
-    return is_prefill(p) ? compress_prefill(p, num_sms, stream) : compress_rows(p, num_sms, stream);
+    if (is_groups(p)) return compress_groups(p, num_sms, stream);
+    if (!is_v41(p)) return compress_rows(p, num_sms, stream);
+    return p.batch.rows < kLongStep ? compress_steps(p, stream)
+                                    : compress_prefill(p, num_sms, stream);
 }
 
 }  // namespace flash_csa::sm90

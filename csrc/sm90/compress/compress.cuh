@@ -56,4 +56,24 @@ __device__ __forceinline__ void store_key(const CompressParams& p, const Entry& 
         write_record<RecordId::IndexFp8>(row, lane, p.index, slot);
 }
 
+// Norm, latent and main record of a pooled entry in a warp.
+template <int kDim>
+__device__ void finish_entry(const CompressParams& p, const Entry& e, int lane, uint16_t* latent) {
+    float x[kDim / 32];
+#pragma unroll
+    for (int i = 0; i < kDim / 32; ++i) x[i] = bf16_to_f32(latent[lane + 32 * i]);
+    norm_row<kDim>(x, p.norm_weight, p.eps, lane, latent);
+    if (p.latent_out) {
+        uint32_t* out = reinterpret_cast<uint32_t*>(p.latent_out.row(e.row));
+#pragma unroll
+        for (int i = 0; i < kDim / 64; ++i)
+            out[lane + 32 * i] = reinterpret_cast<const uint32_t*>(latent)[lane + 32 * i];
+    }
+    if constexpr (kDim == kHeadDim) {
+        store_main(p, e, lane, latent);
+    } else if (stores_key(p, e)) {  // V4's index compressor: the latent is the key
+        store_key(p, e, lane, latent);
+    }
+}
+
 }  // namespace flash_csa::sm90

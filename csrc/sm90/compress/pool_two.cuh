@@ -23,7 +23,7 @@ __device__ __forceinline__ float div_near(float a, float b) {
 }
 
 // One channel for any values, in the words of the contract.
-__device__ __noinline__ float pool_any(float kv0, float kv1, float gate0, float gate1) {
+inline __device__ __noinline__ float pool_any(float kv0, float kv1, float gate0, float gate1) {
     const float top = gate1 > gate0 ? gate1 : gate0 > -INFINITY ? gate0 : -INFINITY;
     const float w0 = exp_fma(sub_rn(gate0, top)), w1 = exp_fma(sub_rn(gate1, top));
     const float acc = fma_rn(w1, kv1, fma_rn(w0, kv0, 0.f));

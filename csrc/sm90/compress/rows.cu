@@ -12,6 +12,7 @@
 #include "sm90/common/dependents.cuh"
 #include "sm90/common/launch.h"
 #include "sm90/compress/compress.cuh"
+#include "sm90/compress/key.cuh"
 #include "sm90/compress/octet.cuh"
 #include "sm90/compress/pool.cuh"
 #include "sm90/compress/projection.cuh"
@@ -67,26 +68,6 @@ __device__ void project_keys(Shared<kDim>& shared, const KeyWeight& weight, int 
     for (int n = 0; n < 2; ++n) {
         *reinterpret_cast<float2*>(&shared.key[lane / 4][warp * kTileKeys + n * 8 + lane % 4 * 2]) =
             make_float2(round_bf16(key_sum(sums, n, 0)), round_bf16(key_sum(sums, n, 1)));
-    }
-}
-
-// Norm, latent and main record of a pooled entry in a warp.
-template <int kDim>
-__device__ void finish_entry(const CompressParams& p, const Entry& e, int lane, uint16_t* latent) {
-    float x[kDim / 32];
-#pragma unroll
-    for (int i = 0; i < kDim / 32; ++i) x[i] = bf16_to_f32(latent[lane + 32 * i]);
-    norm_row<kDim>(x, p.norm_weight, p.eps, lane, latent);
-    if (p.latent_out) {
-        uint32_t* out = reinterpret_cast<uint32_t*>(p.latent_out.row(e.row));
-#pragma unroll
-        for (int i = 0; i < kDim / 64; ++i)
-            out[lane + 32 * i] = reinterpret_cast<const uint32_t*>(latent)[lane + 32 * i];
-    }
-    if constexpr (kDim == kHeadDim) {
-        store_main(p, e, lane, latent);
-    } else if (stores_key(p, e)) {  // V4's index compressor: the latent is the key
-        store_key(p, e, lane, latent);
     }
 }
 
@@ -152,34 +133,16 @@ __device__ void finish_alone(const CompressParams& p, const Entry& e, const Earl
 // Norm, RoPE and record of a projected key in a warp: lane l has channels 4l .. 4l + 3.
 __device__ void finish_key(const CompressParams& p, const Entry& e, const Early& early, int lane,
                            const float* key, uint16_t* row) {
-    float x[kIndexDim / 32];
-#pragma unroll
-    for (int i = 0; i < kIndexDim / 32; ++i) x[i] = key[lane + 32 * i];
-    const float factor = warp_rms_factor<kIndexDim>(x, p.eps);
-    const float4 own = *reinterpret_cast<const float4*>(key + 4 * lane);
-    const float4 w = early.key_norm_weight;
-    uint2 pairs = make_uint2(
-        pack_bf16(mul_rn(mul_rn(own.x, factor), w.x), mul_rn(mul_rn(own.y, factor), w.y)),
-        pack_bf16(mul_rn(mul_rn(own.z, factor), w.z), mul_rn(mul_rn(own.w, factor), w.w)));
+    const uint2 pairs = norm_key(key, early.key_norm_weight, p.eps, lane);
     if (p.rotate || p.index.record != RecordId::IndexFp4) {
         *reinterpret_cast<uint2*>(row + 4 * lane) =
             make_uint2(canonical_bf16x2(pairs.x), canonical_bf16x2(pairs.y));
         __syncwarp();
         return store_key(p, e, lane, row);
     }
-    if (lane >= 16) pairs = rotate_block(pairs, p.cos_sin.at(e.index * p.ratio) + 2 * (lane - 16));
-    const uint32_t magnitudes = __vmaxu2(pairs.x & kMagnitudes, pairs.y & kMagnitudes);
-    uint32_t largest = max_u32(magnitudes & 0xffffu, magnitudes >> 16);
-#pragma unroll
-    for (int h = 1; h < 8; h *= 2)
-        largest = max_u32(largest, __shfl_xor_sync(kAllLanes, largest, h));
-    const uint32_t byte = index_scale_byte(largest);
-    const float reciprocal = ue8m0_reciprocal(static_cast<uint8_t>(byte));
-    const uint32_t codes = e2m1_codes(make_uint4(pairs.x, pairs.y, 0, 0), reciprocal, 1.0f);
-    constexpr Record r = record(RecordId::IndexFp4);
-    reinterpret_cast<uint16_t*>(p.index.row(r, early.slot))[lane] =
-        static_cast<uint16_t>(byte == kNanUE8M0 ? 0 : codes);
-    if (lane % 8 == 0) p.index.scales(r, early.slot)[lane / 8] = static_cast<uint8_t>(byte);
+    KeyTurn turn;
+    turn.load(p.cos_sin.at(e.index * p.ratio), lane);
+    write_key(p, early.slot, lane, pairs, turn);
 }
 
 // Tail rows that entries have read. Not the first warp's work: it may have the only key.
