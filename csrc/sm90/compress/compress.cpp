@@ -8,6 +8,7 @@ namespace flash_csa::sm90 {
 cudaError_t compress_rows(const CompressParams& p, int num_sms, cudaStream_t stream);
 cudaError_t compress_steps(const CompressParams& p, cudaStream_t stream);
 cudaError_t compress_groups(const CompressParams& p, int num_sms, cudaStream_t stream);
+cudaError_t compress_overlap(const CompressParams& p, int num_sms, cudaStream_t stream);
 cudaError_t compress_prefill(const CompressParams& p, int num_sms, cudaStream_t stream);
 
 namespace {
@@ -19,24 +20,24 @@ bool is_v41(const CompressParams& p) {
            (p.index.data == nullptr || p.index.record == RecordId::IndexFp4);
 }
 
-// Ratio 128 without index keys.
-bool is_groups(const CompressParams& p) {
-    return p.ratio == 128 && p.dim == kHeadDim && !p.key_weight;
-}
+// V4: entries of ratio 4 and 128, which have no projected keys.
+bool is_v4(const CompressParams& p) { return p.ratio > 2 && p.dim == kHeadDim && !p.key_weight; }
 
 }  // namespace
 
 cudaError_t compress(const CompressParams& p, cudaStream_t stream) {
-    constexpr int32_t kLongStep = 1024;  // rows enough for tiles of 64 entries on many SMs
+    constexpr int32_t kLongStep = 1024;
     int device = 0, num_sms = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
-    if (is_groups(p)) return compress_groups(p, num_sms, stream);
-    if (!is_v41(p)) return compress_rows(p, num_sms, stream);
-    return p.batch.rows < kLongStep ? compress_steps(p, stream)
-                                    : compress_prefill(p, num_sms, stream);
+    const bool is_long = p.batch.rows >= kLongStep;
+    if (is_v41(p))
+        return is_long ? compress_prefill(p, num_sms, stream) : compress_steps(p, stream);
+    if (is_v4(p) && p.ratio == 128) return compress_groups(p, num_sms, stream);
+    if (is_v4(p) && is_long) return compress_overlap(p, num_sms, stream);
+    return compress_rows(p, num_sms, stream);
 }
 
 }  // namespace flash_csa::sm90
