@@ -267,6 +267,20 @@ class ForgetsThePool(Compiled):
         return super().group(inputs, k, -(-inputs.tokens // 8), cos_sin)
 
 
+class TiesHigher(Compiled):
+    """Equal scores and blocks are taken from the end."""
+
+    def pool(self, scores, where, blocks, block):
+        return super().pool(later_first(scores), where, blocks, block)
+
+    def select(self, scores, where, k, *rest):
+        return super().select(later_first(scores), where, k, *rest)
+
+
+def later_first(scores):
+    return scores + torch.arange(scores.shape[1]) * 1e-4
+
+
 class WrongLayers(Compiled):
     """What layers of one mode attend is of the row before."""
 
@@ -360,6 +374,7 @@ KERNEL_FAULTS = {
     "a tail forgotten": (LosesATail(), "compression"),
     "position bias forgotten": (NoBias(), "compression"),
     "scores of a chunk's first row": (WrongInChunks(), "index scores"),
+    "ties to the higher position": (TiesHigher(), "top-k of pool and selection"),
     "a length too many": (faulty(_select=first_of(lengthen)), "selection"),
     "a Reindex layer leaves the pool, in the group": (ForgetsThePool(), "reindex"),
     "a Reuse layer attends another row's list, in the group": (WrongLayers(), "reuse"),

@@ -15,6 +15,7 @@ AXES = (
     "index keys",
     "index queries",
     "index scores",
+    "top-k of pool and selection",
     "pool",
     "selection",
     "reindex",

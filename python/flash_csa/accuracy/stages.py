@@ -281,15 +281,23 @@ def _choices(case: Case) -> Iterator[Check]:
     blocks = max(1, case.k // 2 // POOL_BLOCK)
     for kind, given in (("", scores), (", among ties", tied)):
         pool = FORMULA.pool(given, where, blocks, POOL_BLOCK)
-        made = backend.pool(given, where, blocks, POOL_BLOCK)
-        yield _equal("pool", f"blocks{kind}", made, pool)
+        built = backend.pool(given, where, blocks, POOL_BLOCK)
         lists = FORMULA.select(given, where, case.k)
-        yield _equal("selection", f"slots{kind}", backend.select(given, where, case.k), lists)
+        yield from _chosen(kind, built, pool, backend.select(given, where, case.k), lists)
         inside = FORMULA.select(given, where, case.k, pool, POOL_BLOCK)
         made = backend.select(given, where, case.k, pool, POOL_BLOCK)
         yield _equal("reindex", f"slots inside a pool{kind}", made, inside)
     backend.reuse(lists.flip(0))  # of a step before
     yield _equal("reuse", "slots that a Reuse layer reads", backend.reuse(lists), lists)
+
+
+def _chosen(kind: str, built: Tensor, pool: Tensor, made: Tensor, lists: Tensor) -> Iterator[Check]:
+    """Blocks `built` and slots `made` of the same scores: what is wrong in both, they share."""
+    share = min(differ(built, pool), differ(made, lists))
+    name = f"blocks and slots{kind} that differ, the lesser share"
+    yield Check("top-k of pool and selection", name, share, 0.0, 0.0, made.numel(), HELD)
+    yield _equal("pool", f"blocks{kind}", built, pool)
+    yield _equal("selection", f"slots{kind}", made, lists)
 
 
 def _fused(case: Case) -> Iterator[Check]:
@@ -304,9 +312,8 @@ def _fused(case: Case) -> Iterator[Check]:
     blocks = max(1, 2 * case.k // POOL_BLOCK)  # more than a selection takes
     pool = FORMULA.pool(scores, where, blocks, POOL_BLOCK)
     made, built = backend.index_select(*index, case.k, blocks=blocks)
-    yield _equal("pool", "blocks, while scoring,", built, pool)
     lists = FORMULA.select(scores, where, case.k)
-    yield _equal("selection", "slots, while scoring,", made, lists)
+    yield from _chosen(", while scoring,", built, pool, made, lists)
 
     offsets = torch.arange(POOL_BLOCK, device=pool.device)
     columns = (pool[:, :, None] * POOL_BLOCK + offsets).flatten(1)
@@ -348,8 +355,7 @@ def _long(case: Case) -> Iterator[Check]:
         ),
         (", while scoring", *backend.index_select(*given, case.k, blocks=blocks)),
     ):
-        yield _equal("pool", f"blocks of {LONG:,} entries{name},", built, pool)
-        yield _equal("selection", f"slots of {LONG:,} entries{name},", chosen, lists)
+        yield from _chosen(f" of {LONG:,} entries{name},", built, pool, chosen, lists)
 
 
 def _attention(case: Case) -> Iterator[Check]:
