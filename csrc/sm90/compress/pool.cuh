@@ -3,11 +3,6 @@
 // memory. A thread has two channels.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "core/entry.h"
 #include "sm90/common/approximate.cuh"
 #include "sm90/compress/exp.cuh"
@@ -99,136 +94,41 @@ struct Rows {
     }
 };
 
-// What a block keeps of the one group that it pools: as many of its gates as there is room for.
-template <int kDim, int kHeld>
-struct GroupShared {
-    static constexpr int kWaves = 8, kWave = kHeld / kWaves;  // that are waited for apart
-    static constexpr uint32_t kRowBytes = kDim * sizeof(float);
-
-    float2 gate[kHeld][kDim / 2];  // with their bias, once they are there
-    PoolRow rows[kGroupSpan];
-    cutlass::arch::ClusterTransactionBarrier filled[kWaves];
-    uint32_t round;  // parity of the barriers
-
-    // One thread; the block synchronises before anything else.
-    __device__ __forceinline__ void init() {
-        for (auto& barrier : filled) barrier.init(1);
-        cutlass::arch::fence_barrier_init();
-        round = 0;
-    }
-    // Starts the copies of the held gates, a wave a warp. The rows are known to the block.
-    __device__ __forceinline__ void fill() {
-        static_assert(kWaves == kPoolThreads / 32);
-        const int wave = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-        if (!cute::elect_one_sync()) return;
-        filled[wave].arrive_and_expect_tx(kWave * kRowBytes);
+// An entry of 128 rows, two channels a thread, in two passes over its gates. What has index keys
+// of its own or by projection: groups.cu has the others.
+__device__ __forceinline__ uint32_t pool_group(const PoolRow (&rows)[kGroupSpan], int pair) {
+    constexpr int kBatch = 8;
+    const auto gates = [&](int first, float2(&gate)[kBatch]) {
 #pragma unroll
-        for (int i = wave * kWave; i < (wave + 1) * kWave; ++i)
-            cute::SM90_BULK_COPY_G2S::copy(rows[i].gate, reinterpret_cast<uint64_t*>(&filled[wave]),
-                                           gate[i], kRowBytes);
-    }
-};
-
-// One entry of 128 rows, two channels a thread: no thread waits for another one, and rows are read
-// whole (pieces of 128 bytes that lie 2 KiB apart come at a fifth of the memory's rate). The first
-// pass finds the largest gates while they arrive; the second one goes through the rows again, their
-// kv half a pass of registers ahead. Gates that shared memory does not hold come again, from the
-// L2.
-template <int kDim, int kHeld>
-__device__ __forceinline__ void pool_group(const CompressParams& p, const Entry& e,
-                                           GroupShared<kDim, kHeld>& shared, uint16_t* pooled) {
-    using Shared = GroupShared<kDim, kHeld>;
-    constexpr int kBatch = 32, kPart = 8, kWaves = Shared::kWaves, kWave = Shared::kWave;
-    constexpr int kFarWave = (kGroupSpan - kHeld) / kWaves, kFar = 4;
-    static_assert(kHeld % kPart == 0 && kFarWave % kFar == 0);
-    const int pair = static_cast<int>(threadIdx.x);
-    cutlass::arch::fence_view_async_shared();  // gates of the entry before were written
-    __syncthreads();
-    if (threadIdx.x < kGroupSpan) shared.rows[threadIdx.x] = pool_row(p, e, e.first + threadIdx.x);
-    const uint32_t round = shared.round;
-    __syncthreads();
-    shared.fill();
-    if (threadIdx.x == 0) shared.round = round ^ 1;
-    if (pair >= kDim / 2) return;
-    // A batch of them, as each would be waited for by itself.
-    const auto read_bias = [&](int first, auto& bias) {
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof bias / sizeof *bias); ++i) {
-            bias[i] = make_float2(0.f, 0.f);
-            if (p.bias) bias[i] = __ldcg(channel_pair(shared.rows[first + i].bias, pair));
+        for (int i = 0; i < kBatch; ++i) {
+            const PoolRow& row = rows[first + i];
+            gate[i] = *channel_pair(row.gate, pair);
+            if (row.bias == nullptr) continue;
+            const float2 bias = __ldg(channel_pair(row.bias, pair));
+            gate[i] = make_float2(add_rn(gate[i].x, bias.x), add_rn(gate[i].y, bias.y));
         }
     };
-    const auto add = [](float2 gate, float2 bias) {
-        return make_float2(add_rn(gate.x, bias.x), add_rn(gate.y, bias.y));
-    };
-    float2 kv[kBatch];
+    float2 gate[kBatch], top = make_float2(-INFINITY, -INFINITY);
+    for (int first = 0; first < kGroupSpan; first += kBatch) {
+        gates(first, gate);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) kv[i] = __ldcs(channel_pair(shared.rows[i].kv, pair));
-
-    float2 top = make_float2(-INFINITY, -INFINITY);
-    const auto raise = [&](float2 gate) {
-        top = make_float2(fmaxf(top.x, gate.x), fmaxf(top.y, gate.y));  // never NaN
-    };
-#pragma unroll 1
-    for (int wave = 0; wave < kWaves; ++wave) {
-        float2 bias[kWave], far[kFar], far_bias[kFar];
-        const auto read_far = [&](int first) {
-#pragma unroll
-            for (int i = 0; i < kFar; ++i)
-                far[i] = __ldcg(channel_pair(shared.rows[first + i].gate, pair));
-            read_bias(first, far_bias);
-        };
-        read_bias(wave * kWave, bias);
-        int first = kHeld + wave * kFarWave;
-        if (kFarWave > 0) read_far(first);
-        shared.filled[wave].wait(round);
-#pragma unroll
-        for (int i = 0; i < kWave; ++i) {
-            float2& gate = shared.gate[wave * kWave + i][pair];
-            gate = add(gate, bias[i]);
-            raise(gate);
-        }
-#pragma unroll 1
-        for (const int end = first + kFarWave; first < end; first += kFar) {
-            if (first != end - kFarWave) read_far(first);
-#pragma unroll
-            for (int i = 0; i < kFar; ++i) raise(add(far[i], far_bias[i]));
-        }
+        for (int i = 0; i < kBatch; ++i)
+            top = make_float2(fmaxf(top.x, gate[i].x), fmaxf(top.y, gate[i].y));  // never NaN
     }
-
     float2 sum = make_float2(0.f, 0.f), acc = make_float2(0.f, 0.f);
-    const auto add_rows = [&](int first, float2* kv) {
-        float2 gate[kPart];
-        if (first < kHeld) {
+    for (int first = 0; first < kGroupSpan; first += kBatch) {
+        gates(first, gate);
 #pragma unroll
-            for (int i = 0; i < kPart; ++i) gate[i] = shared.gate[first + i][pair];
-        } else {
-            float2 bias[kPart];
-#pragma unroll
-            for (int i = 0; i < kPart; ++i)
-                gate[i] = __ldcg(channel_pair(shared.rows[first + i].gate, pair));
-            read_bias(first, bias);
-#pragma unroll
-            for (int i = 0; i < kPart; ++i) gate[i] = add(gate[i], bias[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < kPart; ++i) {
+        for (int i = 0; i < kBatch; ++i) {
+            const float2 kv = *channel_pair(rows[first + i].kv, pair);
             const float wx = exp_negative(sub_rn(gate[i].x, top.x));
             const float wy = exp_negative(sub_rn(gate[i].y, top.y));
             sum = make_float2(add_rn(sum.x, wx), add_rn(sum.y, wy));
-            acc = make_float2(fma_rn(wx, kv[i].x, acc.x), fma_rn(wy, kv[i].y, acc.y));
-            if (first + kBatch < kGroupSpan)
-                kv[i] = __ldcs(channel_pair(shared.rows[first + kBatch + i].kv, pair));
+            acc = make_float2(fma_rn(wx, kv.x, acc.x), fma_rn(wy, kv.y, acc.y));
         }
-    };
-#pragma unroll 1
-    for (int first = 0; first < kGroupSpan; first += kBatch) {
-#pragma unroll
-        for (int part = 0; part < kBatch; part += kPart) add_rows(first + part, kv + part);
     }
-    reinterpret_cast<uint32_t*>(pooled)[pair] =
-        f32_to_bf16(div_rn(acc.x, sum.x)) | static_cast<uint32_t>(f32_to_bf16(div_rn(acc.y, sum.y)))
-                                                << 16;
+    return f32_to_bf16(div_rn(acc.x, sum.x)) |
+           static_cast<uint32_t>(f32_to_bf16(div_rn(acc.y, sum.y))) << 16;
 }
 
 template <Pooling kKind>
@@ -244,13 +144,13 @@ __device__ __forceinline__ bool is_whole(const Entry& e) {
 struct PoolShared {
     Entry entries[kPoolEntries];
     PoolRow rows[kPoolEntries][kShortSpan];
+    PoolRow group[kGroupSpan];
 };
 
 // Pooled values of `count` entries to pooled[entry]. The caller's warp w has entry w in `entry`.
-template <Pooling kKind, int kDim, int kStride, class Group>
+template <Pooling kKind, int kDim, int kStride>
 __device__ __forceinline__ void pool_entries(const CompressParams& p, int count, const Entry& entry,
-                                             PoolShared& shared, Group& group,
-                                             uint16_t (*pooled)[kStride]) {
+                                             PoolShared& shared, uint16_t (*pooled)[kStride]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp < count) {
         if (lane == 0) shared.entries[warp] = entry;
@@ -263,7 +163,15 @@ __device__ __forceinline__ void pool_entries(const CompressParams& p, int count,
     }
     __syncthreads();
     if constexpr (kKind == Pooling::Group) {
-        for (int i = 0; i < count; ++i) pool_group(p, shared.entries[i], group, pooled[i]);
+        const int thread = static_cast<int>(threadIdx.x);
+        for (int i = 0; i < count; ++i) {
+            const Entry& e = shared.entries[i];
+            if (thread < kGroupSpan) shared.group[thread] = pool_row(p, e, e.first + thread);
+            __syncthreads();
+            if (thread < kDim / 2)
+                reinterpret_cast<uint32_t*>(pooled[i])[thread] = pool_group(shared.group, thread);
+            __syncthreads();
+        }
         return;
     }
     // Two channels a thread, of one entry after the other.

@@ -1,14 +1,15 @@
-// Compression of any batch: a block owns consecutive rows and computes the entries that they close.
+// Compression of any batch, for what has no kernel of its own: other records, a bias of V4.1, short
+// steps of ratio 4, and index keys of every other kind. A block owns consecutive rows and computes
+// the entries that they close.
 //
 //   in   kv, gate, tail, batch, slots, weights     out  main and index pages, latent_out, tail
 //
-// Decode steps, every ratio, bias, record and width; compress.cpp sends long steps of ratio 1 and 2
-// elsewhere. Up to 8 entries at a time:
+// Up to 8 entries at a time:
 //   block    pool, two channels a thread -> BF16 in shared memory
 //   warps    an entry each: norm -> latent -> RoPE -> main record
 //   block    key projection, 16 keys a warp, the weight copied to shared memory meanwhile
 //   warps    key norm -> RoPE -> Hadamard -> index record
-// Floor of a decode step: three dependent reads (batch, request, rows) of about 0.7 us each.
+// Floor of a short step: three dependent reads (batch, request, rows) of about 0.7 us each.
 #include "sm90/common/dependents.cuh"
 #include "sm90/common/launch.h"
 #include "sm90/compress/compress.cuh"
@@ -42,16 +43,8 @@ constexpr int ratio_of(Pooling kind) {
                                       : kGroupSpan;
 }
 
-// As many as registers without spills allow; gates of a group fill the shared memory of an SM.
-constexpr int blocks_per_sm(Pooling kind) {
-    return kind <= Pooling::Pair ? 3 : kind == Pooling::Overlap ? 2 : 1;
-}
-
-// Rows of a group whose gates fit in shared memory, beside the key weight if there is one.
-template <int kDim, bool kKeyed>
-using Group = GroupShared<kDim, kDim == kIndexDim ? kGroupSpan
-                                : kKeyed          ? 32
-                                                  : 96>;
+// As many as registers without spills allow.
+constexpr int blocks_per_sm(Pooling kind) { return kind <= Pooling::Pair ? 3 : 2; }
 
 template <int kDim>
 __device__ void project_keys(Shared<kDim>& shared, const KeyWeight& weight, int warp, int lane) {
@@ -71,69 +64,11 @@ __device__ void project_keys(Shared<kDim>& shared, const KeyWeight& weight, int 
     }
 }
 
-// What the end of an entry needs from far away, read before its rows are pooled.
-struct Early {
-    int32_t slot;
-    float cos, sin;  // of pair `lane`
-    float2 norm_weight;
-    float4 key_norm_weight;  // of channels 4 * lane ..
-
-    template <bool kKeyed>
-    __device__ __forceinline__ void load(const CompressParams& p, const Entry& e, int lane) {
-        const float* cos_sin = p.cos_sin.at(e.index * p.ratio);
-        slot = p.entry_slots[e.row];
-        cos = cos_sin[lane];
-        sin = cos_sin[kRopeDims / 2 + lane];
-        const int channel = 2 * static_cast<int>(threadIdx.x) % p.dim;
-        norm_weight = *reinterpret_cast<const float2*>(p.norm_weight + channel);
-        if constexpr (kKeyed)
-            key_norm_weight = *reinterpret_cast<const float4*>(p.key_norm_weight + 4 * lane);
-    }
-};
-
-// The same for one MainFp4 entry in the whole block: two channels a thread. Its latency is that of
-// a decode step.
-__device__ void finish_alone(const CompressParams& p, const Entry& e, const Early& early, int lane,
-                             uint16_t* latent) {
-    const int c = 2 * static_cast<int>(threadIdx.x);
-    float x[kHeadDim / 32];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) x[i] = bf16_to_f32(latent[lane + 32 * i]);
-    uint32_t* own = reinterpret_cast<uint32_t*>(latent + c);
-    uint32_t pair = *own;
-    const float factor = warp_rms_factor<kHeadDim>(x, p.eps);
-    pair =
-        canonical_bf16x2(pack_bf16(mul_rn(mul_rn(low_bf16(pair), factor), early.norm_weight.x),
-                                   mul_rn(mul_rn(high_bf16(pair), factor), early.norm_weight.y)));
-    __syncthreads();  // every warp has read the pooled values
-    *own = pair;
-    if (p.latent_out) *reinterpret_cast<uint32_t*>(p.latent_out.row(e.row) + c) = pair;
-    if (c >= kHeadDim - kRopeDims) {  // the last warp
-        float a, b;
-        rope_pair(low_bf16(pair), high_bf16(pair), early.cos, early.sin, &a, &b);
-        pair = pack_bf16(a, b);
-    }
-    uint32_t largest = max_u32(pair & 0x7fffu, pair >> 16 & 0x7fffu);
-#pragma unroll
-    for (int h = 1; h < 8; h *= 2)
-        largest = max_u32(largest, __shfl_xor_sync(kAllLanes, largest, h));
-    if (p.main.data == nullptr || !p.main.holds(early.slot)) return;
-    const MainScales scales = main_scales(largest);
-    uint32_t codes = e2m1_codes(make_uint4(pair, 0, 0, 0), scales.low_factor, 1.0f) & 0xffu;
-    uint32_t scale = scales.bytes & 0xffu;
-    if (largest >= 0x7f80u) {
-        codes = 0;
-        scale = kNanE4M3;
-    }
-    constexpr Record r = record(RecordId::MainFp4);
-    p.main.row(r, early.slot)[threadIdx.x] = static_cast<uint8_t>(codes);
-    if (lane % 8 == 0) p.main.scales(r, early.slot)[threadIdx.x / 8] = static_cast<uint8_t>(scale);
-}
-
 // Norm, RoPE and record of a projected key in a warp: lane l has channels 4l .. 4l + 3.
-__device__ void finish_key(const CompressParams& p, const Entry& e, const Early& early, int lane,
-                           const float* key, uint16_t* row) {
-    const uint2 pairs = norm_key(key, early.key_norm_weight, p.eps, lane);
+__device__ void finish_key(const CompressParams& p, const Entry& e, int lane, const float* key,
+                           uint16_t* row) {
+    const float4 weight = *reinterpret_cast<const float4*>(p.key_norm_weight + 4 * lane);
+    const uint2 pairs = norm_key(key, weight, p.eps, lane);
     if (p.rotate || p.index.record != RecordId::IndexFp4) {
         *reinterpret_cast<uint2*>(row + 4 * lane) =
             make_uint2(canonical_bf16x2(pairs.x), canonical_bf16x2(pairs.y));
@@ -142,7 +77,7 @@ __device__ void finish_key(const CompressParams& p, const Entry& e, const Early&
     }
     KeyTurn turn;
     turn.load(p.cos_sin.at(e.index * p.ratio), lane);
-    write_key(p, early.slot, lane, pairs, turn);
+    write_key(p, p.entry_slots[e.row], lane, pairs, turn);
 }
 
 // Tail rows that entries have read. Not the first warp's work: it may have the only key.
@@ -160,21 +95,13 @@ __device__ void replace_rows(const CompressParams& p, const Entry* entries, int 
     }
 }
 
-// The rows of a window that are to be kept; threads first .. first + threads - 1 copy them.
-__device__ void keep_rows(const CompressParams& p, int64_t window, int64_t end, int lane, int first,
-                          int threads) {
-    const int thread = static_cast<int>(threadIdx.x) - first;
+// The rows of a window that are to be kept. Not the first warp's work either.
+__device__ void keep_rows(const CompressParams& p, int64_t window, int64_t end, int lane) {
+    const int thread = static_cast<int>(threadIdx.x) - 32;
     if (thread < 0) return;
     uint32_t kept = __ballot_sync(kAllLanes, window + lane < end && keeps_row(p, window + lane));
     for (; kept != 0; kept &= kept - 1)
-        keep_row(p, window + __ffs(static_cast<int>(kept)) - 1, thread, threads);
-}
-
-// The same of a block of several windows: one a warp, as looking rows up is a chain of reads.
-__device__ void keep_windows(const CompressParams& p, int64_t begin, int64_t end, int warp,
-                             int lane) {
-    for (int64_t window = begin + warp * kWindow; window < end; window += kWarps * kWindow)
-        keep_rows(p, window, end, lane, 32 * warp, 32);
+        keep_row(p, window + __ffs(static_cast<int>(kept)) - 1, thread, kThreads - 32);
 }
 
 // A decode step's row, while the batch is looked up.
@@ -206,16 +133,12 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
     extern __shared__ __align__(128) uint8_t dynamic[];
     Shared<kDim>& shared =
         *reinterpret_cast<Shared<kDim>*>(dynamic + (kKeyed ? sizeof(KeyWeight) : 0));
-    auto& group = *reinterpret_cast<Group<kDim, kKeyed>*>(&shared + 1);  // of Pooling::Group alone
     p.ratio = ratio_of(kKind);
     p.overlap = kKind == Pooling::Overlap;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     KeyWeight& weight = *reinterpret_cast<KeyWeight*>(dynamic);  // with kKeyed alone
-    if (threadIdx.x == 0) {
-        if (kKeyed) weight.init();
-        if (kKind == Pooling::Group) group.init();
-    }
-    if (kKeyed || kKind == Pooling::Group) __syncthreads();
+    if (kKeyed && threadIdx.x == 0) weight.init();
+    if (kKeyed) __syncthreads();
     allow_dependents();
     wait_for_previous();
     if (kKeyed) weight.fill<kThreads>(p);
@@ -237,33 +160,22 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
             }
             const Entry entry = entry_of_lane(own, from);
             const bool active = warp < count;
-            Early early;
-            if (kKind != Pooling::Group) early.load<kKeyed>(p, entry, lane);
-            pool_entries<kKind, kDim>(p, count, entry, shared.pool, group, shared.latent);
-            if (kKind == Pooling::Group) early.load<kKeyed>(p, entry, lane);  // registers are rare
+            pool_entries<kKind, kDim>(p, count, entry, shared.pool, shared.latent);
             __syncthreads();
-            if (kDim == kHeadDim && count == 1 && p.main.record == RecordId::MainFp4) {
-                if constexpr (kDim == kHeadDim)
-                    finish_alone(p, entry, early, lane, shared.latent[0]);
-            } else if (active) {
-                finish_entry<kDim>(p, entry, lane, shared.latent[warp]);
-            }
+            if (active) finish_entry<kDim>(p, entry, lane, shared.latent[warp]);
             if constexpr (kKeyed) {
                 __syncthreads();
                 weight.wait();
                 project_keys<kDim>(shared, weight, warp, lane);
                 __syncthreads();
-                if (active && p.index.holds(early.slot))
-                    finish_key(p, entry, early, lane, shared.key[warp], shared.key_row[warp]);
+                if (active && stores_key(p, entry))
+                    finish_key(p, entry, lane, shared.key[warp], shared.key_row[warp]);
             }
             if (kKind != Pooling::None && p.tail.data != nullptr)
                 replace_rows(p, shared.pool.entries, count);
         }
-        // Not the first warp: it may have the only key.
-        if ((kKind == Pooling::Pair || kKind == Pooling::Overlap) && p.tail.data != nullptr)
-            keep_rows(p, window, end, lane, 32, kThreads - 32);
+        if (kKind != Pooling::None && p.tail.data != nullptr) keep_rows(p, window, end, lane);
     }
-    if (kKind == Pooling::Group && p.tail.data != nullptr) keep_windows(p, begin, end, warp, lane);
     if constexpr (kKeyed) {  // no block ends before its copies
         weight.wait();
     }
@@ -271,18 +183,15 @@ __global__ void __launch_bounds__(kThreads, kKeyed ? 1 : blocks_per_sm(kKind))
 
 // Rows of a block: one in a decode step; in long ones as many as its entries at a time close.
 int rows_per_block(const CompressParams& p, int num_sms) {
-    const int most = p.ratio == kGroupSpan ? kGroupSpan : kWindow;
     int rows = 1;
-    while (rows < most && int64_t{rows} * 2 * num_sms < p.batch.rows) rows *= 2;
+    while (rows < kWindow && int64_t{rows} * 2 * num_sms < p.batch.rows) rows *= 2;
     return rows;
 }
 
 template <Pooling kKind, int kDim, bool kKeyed>
 cudaError_t launch_rows(const CompressParams& p, int num_sms, cudaStream_t stream) {
     const int rows = rows_per_block(p, num_sms);
-    const size_t shared = sizeof(Shared<kDim>) +
-                          (kKind == Pooling::Group ? sizeof(Group<kDim, kKeyed>) : 0) +
-                          (kKeyed ? sizeof(KeyWeight) : 0);
+    const size_t shared = sizeof(Shared<kDim>) + (kKeyed ? sizeof(KeyWeight) : 0);
     return launch_after(rows_kernel<kKind, kDim, kKeyed>, blocks_for(p.batch.rows, rows), kThreads,
                         shared, stream, p, rows);
 }
