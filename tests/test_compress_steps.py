@@ -59,9 +59,9 @@ def test_chunks(kind, tokens, device):
 
 
 @pytest.mark.case("Prefill versus decode compression")
-@pytest.mark.parametrize("name, tokens", [("r1", 1300), ("r2", 2601)])
+@pytest.mark.parametrize("name, tokens", [("r1", 1300), ("r2", 2601), ("r4", 2501), ("r128", 2701)])
 def test_a_long_step_and_its_parts(name, tokens, device):
-    """Tiles of entries, short steps, single tokens: the same bytes."""
+    """A long step, short steps, single tokens: the same bytes."""
     kind = KINDS[name]
     inputs = [projections(kind, tokens)]
     cache = Cache(kind, 1, tokens // kind.ratio, device)
@@ -71,16 +71,16 @@ def test_a_long_step_and_its_parts(name, tokens, device):
 
 
 @pytest.mark.case("Prefill versus decode compression")
-@pytest.mark.parametrize("name", ["r1", "r2"])
-def test_a_long_step_of_short_requests(name, device):
+@pytest.mark.parametrize("name, tokens", [("r1", 3), ("r2", 3), ("r4", 9)])
+def test_a_long_step_of_short_requests(name, tokens, device):
     """Every row of a long step closes an entry of its own request: the bytes of short steps, also
     in the tail."""
     kind, requests = KINDS[name], 1100
-    kv, gate = projections(kind, 3 * requests)
-    rows = [slice(3 * r, 3 * r + 3) for r in range(requests)]
+    kv, gate = projections(kind, tokens * requests)
+    rows = [slice(tokens * r, tokens * (r + 1)) for r in range(requests)]
     inputs = [(kv[r], None if gate is None else gate[r]) for r in rows]
-    long, short = (Cache(kind, requests, 3 // kind.ratio, device) for _ in range(2))
-    for position in range(3):
+    long, short = (Cache(kind, requests, tokens // kind.ratio, device) for _ in range(2))
+    for position in range(tokens):
         chunks = [Chunk(r, position, 1) for r in range(requests)]
         step(long, chunks, inputs)
         for first in range(0, requests, 400):
