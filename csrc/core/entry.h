@@ -35,15 +35,14 @@ FCSA_HD int64_t first_entry(const CompressParams& p, int64_t request) {
     return p.entry_first == nullptr ? 0 : p.entry_first[request];
 }
 
-// What a request says about its entries.
+// Where the rows of a request lie: from `start` in the call, before it in its tail, if it has one.
 struct RequestState {
-    int64_t first_entry;
     int64_t start;
     bool tail;
 };
 
 FCSA_HD RequestState request_state(const CompressParams& p, int64_t request) {
-    return {first_entry(p, request), p.batch.start[request], has_tail(p, request)};
+    return {p.batch.start[request], has_tail(p, request)};
 }
 
 // Whether a valid row at `position` closes an entry that this call computes.
@@ -51,7 +50,7 @@ FCSA_HD bool closes_entry(const CompressParams& p, int64_t row, int64_t position
                           const RequestState& state, Entry* entry) {
     if ((position + 1) % p.ratio != 0) return false;
     const int64_t index = position / p.ratio;
-    if (index < state.first_entry) return false;
+    if (index < first_entry(p, request)) return false;
     const int64_t groups = p.overlap && index > 0 ? 2 : 1;
     const int64_t first = position + 1 - groups * p.ratio;
     *entry = {row, position, request, index, first};

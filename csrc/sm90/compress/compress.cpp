@@ -26,17 +26,17 @@ bool is_v4(const CompressParams& p) { return p.ratio > 2 && p.dim == kHeadDim &&
 }  // namespace
 
 cudaError_t compress(const CompressParams& p, cudaStream_t stream) {
-    constexpr int32_t kLongStep = 1024;
+    constexpr int32_t kLongStep = 1024, kLongOverlap = 2048;
     int device = 0, num_sms = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
-    const bool is_long = p.batch.rows >= kLongStep;
+    const int32_t rows = p.batch.rows;
     if (is_v41(p))
-        return is_long ? compress_prefill(p, num_sms, stream) : compress_steps(p, stream);
+        return rows < kLongStep ? compress_steps(p, stream) : compress_prefill(p, num_sms, stream);
     if (is_v4(p) && p.ratio == 128) return compress_groups(p, num_sms, stream);
-    if (is_v4(p) && is_long) return compress_overlap(p, num_sms, stream);
+    if (is_v4(p) && rows >= kLongOverlap) return compress_overlap(p, num_sms, stream);
     return compress_rows(p, num_sms, stream);
 }
 
