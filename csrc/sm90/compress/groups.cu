@@ -31,8 +31,8 @@ constexpr int kHalf = kHeadDim / 2;
 constexpr int kHalfBatches = kGroupRows / kBatch;
 constexpr int kEntryBatches = 2 * kHalfBatches;
 constexpr uint32_t kPieceBytes = kHalf * sizeof(float);
-constexpr int kGateSlots = 17;  // a whole half, and one to come
-constexpr int kKvSlots = 10;
+constexpr int kGateSlots = 22;  // a whole half, and some of the next one
+constexpr int kKvSlots = 5;
 constexpr int kPooledSlots = 2;
 constexpr int kQueueSlots = 4;
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ void copy_rows(const CompressParams& p, Shared& share
 
 // Two channels a thread: adds the bias to the gates and finds the largest ones.
 __device__ __forceinline__ void find_tops(const CompressParams& p, Shared& shared, int thread) {
-    constexpr int kAhead = 2;  // batches of biases on their way
+    constexpr int kAhead = 4;  // batches of biases on their way: 32 KiB
     Cursor<kGateSlots> at;
     float2 bias[kAhead][kBatch] = {};
     const auto read_bias = [&](int batch, float2(&to)[kBatch]) {
@@ -149,19 +149,33 @@ __device__ __forceinline__ void find_tops(const CompressParams& p, Shared& share
 
 // ---- pool
 
-// Adds a batch of rows to the sums of a channel, in their order.
-template <class Exp>
-__device__ __forceinline__ void add_rows(const Exp& exp, const float (&delta)[kBatch],
-                                         const float (&kv)[kBatch], float& sum, float& acc) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-        const float w = exp(delta[i]);
-        sum = add_rn(sum, w);
-        acc = fma_rn(w, kv[i], acc);
-    }
-}
+// Rows of one channel: how far their gates are below the top, and kv.
+struct Batch {
+    float delta[kBatch], kv[kBatch];
 
-// One channel a thread.
+    // Adds the rows to the sums, in their order.
+    template <class Exp>
+    __device__ __forceinline__ void add(const Exp& exp, float& sum, float& acc) const {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const float w = exp(delta[i]);
+            sum = add_rn(sum, w);
+            acc = fma_rn(w, kv[i], acc);
+        }
+    }
+    __device__ __forceinline__ void add(float& sum, float& acc) const {
+        float lowest = 0.f;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) lowest = min_or_nan(lowest, delta[i]);
+        // Almost always: no weight is subnormal.
+        if (lowest >= -86.0f)
+            add([](float x) { return exp_near(x); }, sum, acc);
+        else
+            add([](float x) { return exp_negative(x); }, sum, acc);
+    }
+};
+
+// One channel a thread. A batch is read while the one before is added.
 __device__ __forceinline__ void pool_groups(Shared& shared, int thread) {
     Cursor<kGateSlots> gates;
     Cursor<kKvSlots> kvs;
@@ -172,28 +186,28 @@ __device__ __forceinline__ void pool_groups(Shared& shared, int thread) {
         for (int channel = thread; channel < kHeadDim; channel += kHalf, round ^= 1) {
             shared.topped.wait(round);
             const float top = shared.tops[thread];
-            float sum = 0.f, acc = 0.f;
-#pragma unroll 1
-            for (int batch = 0; batch < kHalfBatches; ++batch) {
+            const auto read = [&](Batch& batch) {
                 const Piece& gate = shared.gates.wait_filled(gates);
-                float delta[kBatch], kv[kBatch], lowest = 0.f;
+                const Piece& kv = shared.kv.wait_filled(kvs);
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    delta[i] = sub_rn(gate[i][thread], top);
-                    lowest = min_or_nan(lowest, delta[i]);
+                    batch.delta[i] = sub_rn(gate[i][thread], top);
+                    batch.kv[i] = kv[i][thread];
                 }
-                const Piece& rows = shared.kv.wait_filled(kvs);
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) kv[i] = rows[i][thread];
-                // Almost always: no weight is subnormal.
-                if (lowest >= -86.0f)
-                    add_rows([](float x) { return exp_near(x); }, delta, kv, sum, acc);
-                else
-                    add_rows([](float x) { return exp_negative(x); }, delta, kv, sum, acc);
                 shared.gates.freed[gates.slot].arrive();
                 shared.kv.freed[kvs.slot].arrive();
                 gates.advance();
                 kvs.advance();
+            };
+            float sum = 0.f, acc = 0.f;
+            Batch even, odd;
+            read(even);
+#pragma unroll 1
+            for (int batch = 0; batch < kHalfBatches; batch += 2) {
+                read(odd);
+                even.add(sum, acc);
+                if (batch + 2 < kHalfBatches) read(even);
+                odd.add(sum, acc);
             }
             shared.pooled.wait_freed(to)[channel] = f32_to_bf16(div_rn(acc, sum));
         }
