@@ -9,6 +9,12 @@ __device__ __forceinline__ int fresh(int x) {
     return x;
 }
 
+// The same value: it is waited for here, if it is on its way.
+__device__ __forceinline__ float fresh(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+
 // The same address: accesses at constant distances from it share it.
 template <class T>
 __device__ __forceinline__ T* fresh(T* x) {

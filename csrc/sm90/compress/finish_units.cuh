@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sm90/common/fp4_words.cuh"
+#include "sm90/common/fresh.cuh"
 #include "sm90/compress/octet.cuh"
 #include "sm90/compress/tile.cuh"
 
@@ -68,11 +69,12 @@ __device__ __forceinline__ void store_group(const GroupHalves& x, int lane, uint
 // Pooled group of an entry, from its slot.
 __device__ __forceinline__ GroupHalves read_group(const Slot& slot, int e, int lane) {
     const uint4* chunks = reinterpret_cast<const uint4*>(slot.rows[e]);
-    const int at = (2 * lane + first_half(lane)) ^ 4 * (e % 2);
+    const int at = 2 * lane + first_half(lane);
     return {chunks[at], chunks[at ^ 1]};
 }
 
 // Latent group to row `row` of the tile.
+template <class Shared>
 __device__ __forceinline__ void write_group(Shared& shared, int row, const GroupHalves& x,
                                             int lane) {
     uint8_t* panel = shared.latents[lane / 4];
@@ -97,7 +99,7 @@ struct Rotation {
     static constexpr int kPairs = 4;
     float cos[kPairs], sin[kPairs];
 
-    __device__ __forceinline__ Rotation(const CompressParams& p, int32_t row, int lane) {
+    __device__ __forceinline__ void load(const CompressParams& p, int32_t row, int lane) {
         const float* table = p.cos_sin.at(row) + lane % 8 * kPairs;
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
@@ -118,39 +120,53 @@ struct Rotation {
     }
 };
 
+// The factor of the norm of an octet's entry in a slot. Octets of odd entries read the blocks of a
+// pair the other way round, against bank conflicts.
+__device__ __forceinline__ float slot_factor(const CompressParams& p, const Slot& slot, int lane) {
+    const bool odd = lane / 8 % 2;
+    const uint16_t* row = slot.rows[lane / 8] + lane % 8 * 4 + 32 * odd;
+    const int other = odd ? -32 : 32;
+    float chain[4] = {};
+#pragma unroll
+    for (int q = 0; q < kHeadDim / 64; ++q) {
+        const uint2 a = *reinterpret_cast<const uint2*>(row + 64 * q);
+        const uint2 b = *reinterpret_cast<const uint2*>(row + 64 * q + other);
+        float x[8];
+        unpack_blocks(odd ? make_uint4(b.x, b.y, a.x, a.y) : make_uint4(a.x, a.y, b.x, b.y), x);
+        add_squares(x, chain);
+    }
+    return rsqrt_ieee(add_rn(mul_rn(sum_chains(chain), 1.0f / kHeadDim), p.eps));
+}
+
 // A unit in the registers of its warp.
 struct Unit {
     GroupHalves x[kUnit];
-    Place place;  // of entry lane % 4
+    Item item;  // of entry lane % 4
 
-    __device__ __forceinline__ bool filled() const {
-        return __shfl_sync(kAllLanes, place.row, 0) >= 0;
-    }
-
-    __device__ __forceinline__ void read(const Slot& slot, const Head& head, int lane) {
-        place = head.places[lane % kUnit];
+    __device__ __forceinline__ void read(const Slot& slot, int lane) {
 #pragma unroll
         for (int e = 0; e < kUnit; ++e) x[e] = read_group(slot, e, lane);
     }
 
-    // Pooled values to latents.
-    __device__ __forceinline__ void norm(const CompressParams& p, const float (&weight)[kGroup],
-                                         int lane) {
+    // Pooled values to latents; the factor of entry lane / 8.
+    __device__ __forceinline__ void norm(const CompressParams& p, float own_factor,
+                                         const float (&weight)[kGroup], int lane) {
 #pragma unroll
         for (int e = 0; e < kUnit; ++e) {
-            const float factor = __shfl_sync(kAllLanes, place.factor, e);
+            const float factor = __shfl_sync(kAllLanes, own_factor, 8 * e);
             x[e].half[0] = norm_half(x[e].half[0], factor, weight);
             x[e].half[1] = norm_half(x[e].half[1], factor, weight + 8);
         }
         if (!p.latent_out) return;
 #pragma unroll
         for (int e = 0; e < kUnit; ++e) {
-            const int32_t row = __shfl_sync(kAllLanes, place.row, e);
+            const int32_t row = __shfl_sync(kAllLanes, item.row, e);
             if (row >= 0) store_latent(x[e], lane, p.latent_out.row(row));
         }
     }
 
     // Latents to rows `first` .. of the tile.
+    template <class Shared>
     __device__ __forceinline__ void write(Shared& shared, int first, int lane) const {
 #pragma unroll
         for (int e = 0; e < kUnit; ++e) write_group(shared, first + e, x[e], lane);
@@ -159,13 +175,14 @@ struct Unit {
     // The RoPE dims of all four, by way of the slot.
     __device__ __forceinline__ void rotate(const Rotation& rotation, Slot& slot, int lane) {
         const bool has = lane >= 32 - kRopeLanes;
+        __syncwarp();  // all have read the slot
         if (has) {
 #pragma unroll
             for (int e = 0; e < kUnit; ++e) write_back(slot, e, lane);
         }
         __syncwarp();
         const int e = lane / 8, chunk = (kHeadDim - kRopeDims) / 8 + lane % 8;
-        uint4* own = reinterpret_cast<uint4*>(slot.rows[e]) + (chunk ^ 4 * (e % 2));
+        uint4* own = reinterpret_cast<uint4*>(slot.rows[e]) + chunk;
         *own = rotation.turn(*own);
         __syncwarp();
         if (has) {
@@ -178,8 +195,8 @@ struct Unit {
     __device__ __forceinline__ void store(const CompressParams& p, int lane) const {
         constexpr Record r = record(RecordId::MainFp4);
         static_assert(r.order == PageOrder::TokenMajor && r.bytes() % 16 == 0);
-        const bool stores = p.main.data != nullptr && p.main.holds(place.slot);
-        const uint64_t own = stores ? reinterpret_cast<uint64_t>(p.main.row(r, place.slot)) : 0;
+        const bool stores = p.main.data != nullptr && p.main.holds(item.slot);
+        const uint64_t own = stores ? reinterpret_cast<uint64_t>(p.main.row(r, item.slot)) : 0;
 #pragma unroll
         for (int e = 0; e < kUnit; ++e)
             store_group(x[e], lane, reinterpret_cast<uint8_t*>(__shfl_sync(kAllLanes, own, e)));
@@ -188,7 +205,7 @@ struct Unit {
   private:
     __device__ __forceinline__ void write_back(Slot& slot, int e, int lane) const {
         uint4* chunks = reinterpret_cast<uint4*>(slot.rows[e]);
-        const int at = (2 * lane + first_half(lane)) ^ 4 * (e % 2);
+        const int at = 2 * lane + first_half(lane);
         chunks[at] = x[e].half[0];
         chunks[at ^ 1] = x[e].half[1];
     }
@@ -196,53 +213,39 @@ struct Unit {
 
 // Latents go to the tile before they are encoded, so that the key warps multiply meanwhile.
 template <int kRatio>
-__device__ __forceinline__ void finish_units(const CompressParams& p, Shared& shared, int warp,
-                                             int lane) {
+__device__ __forceinline__ void finish_units(const CompressParams& p, Shared<kRatio>& shared,
+                                             int warp, int lane) {
     using R = Roles<kRatio>;
-    const bool keyed = static_cast<bool>(p.key_weight);
     float weight[kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
         weight[i] = p.norm_weight[kGroup * lane + (8 * first_half(lane) ^ i)];
-    uint32_t tile = 0;
-    for (uint32_t rows = first_row<kRatio>(); in_batch(p, rows); rows += row_stride<kRatio>()) {
-        int passes = 1;
-        for (int pass = 0; pass < passes; ++pass, ++tile) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) weight[i] = fresh(weight[i]);  // there before the loop
 #pragma unroll 1
-            for (int i = 0; i < R::kFinishUnits; ++i) {
-                const int number = warp * R::kFinishSlots + i % R::kFinishSlots;
-                const int first =
-                    number / R::kPoolSlots * R::kChunk +
-                    kUnit * (number % R::kPoolSlots + R::kPoolSlots * (i / R::kFinishSlots));
-                Slot& slot = shared.slots[number];
-                Unit unit;
-                wait_full(shared.full[number], (tile * R::kFinishUnits + i) / R::kFinishSlots);
-                if (kRatio > 1) passes = shared.heads[number].passes;
-                unit.read(slot, shared.heads[number], lane);
-                const bool filled = unit.filled();
-                const int32_t turned = __shfl_sync(kAllLanes, unit.place.rotation, lane / 8);
-                if (filled) {
-                    const Rotation rotation(p, turned, lane);
-                    unit.norm(p, weight, lane);
-                    if (keyed) {
-                        wait_empty(shared.tile_empty, tile);
-                        unit.write(shared, first, lane);
-                    }
-                    unit.rotate(rotation, slot, lane);
-                } else if (keyed) {
-                    wait_empty(shared.tile_empty, tile);
-                }
-                shared.empty[number].arrive();
-                if (keyed) {
-                    if (lane < kUnit)
-                        shared.key_places[first + lane] = {unit.place.slot, unit.place.rotation};
-                    if (lane == 0) shared.passes = passes;
-                    cutlass::arch::fence_view_async_shared();
-                    shared.tile_full.arrive();
-                }
-                if (filled) unit.store(p, lane);
-            }
+    for (uint32_t u = warp;; u += R::kFinishWarps) {
+        const uint32_t tile = u / kTileUnits;
+        if (!has_table(shared, tile)) return;
+        const Item* items = shared.tables[tile % kTables] + unit_row(u);
+        Slot& slot = shared.slots[u % kSlots];
+        Unit unit;
+        unit.item = items[lane % kUnit];
+        const bool filled = __any_sync(kAllLanes, unit.item.row >= 0);
+        Rotation rotation = {};
+        if (filled) rotation.load(p, items[lane / 8].rotation, lane);
+        wait_full(shared.full[u % kSlots], u / kSlots);
+        if (filled) {
+            unit.read(slot, lane);
+            unit.norm(p, slot_factor(p, slot, lane), weight, lane);
         }
+        wait_empty(shared.tile_empty, tile);
+        if (filled) unit.write(shared, unit_row(u), lane);
+        cutlass::arch::fence_view_async_shared();
+        shared.tile_full[tile % R::kKeyGroups].arrive();
+        if (filled) unit.rotate(rotation, slot, lane);
+        if (kRatio == 1) cutlass::arch::fence_view_async_shared();  // rows are copied there
+        shared.empty[u % kSlots].arrive();
+        if (filled) unit.store(p, lane);
     }
 }
 

@@ -10,69 +10,76 @@
 #include "sm90/common/cp_async.cuh"
 #include "sm90/common/fp4_words.cuh"
 #include "sm90/common/fresh.cuh"
+#include "sm90/compress/look_up.cuh"
 #include "sm90/compress/octet.cuh"
 #include "sm90/compress/tile.cuh"
 
 namespace flash_csa::sm90 {
 
 inline constexpr int kKeyBlocks = kIndexDim / 8;  // blocks of 8 keys
-inline constexpr int kKeyBarrier = 1;             // of the key warps
+inline constexpr int kKeyColumns = 64;            // of a product
 
-// The weight to shared memory: a thread has one chunk of every other key, so that the swizzle
-// repeats after four of them.
-__device__ __forceinline__ void load_weight(const CompressParams& p, Shared& shared, int thread) {
-    constexpr int kChunks = kHeadDim / 8, kKeys = kKeyThreads / kChunks;
+// The weight from key `first` to shared memory, as many keys as there is room for: a thread has one
+// chunk of every kStep-th, so that the swizzle repeats.
+template <int kThreads, class Shared>
+__device__ __forceinline__ void load_weight(const CompressParams& p, Shared& shared, int first,
+                                            int thread) {
+    constexpr int kChunks = kHeadDim / 8, kStep = kThreads / kChunks;
     const int chunk = thread % kChunks, key = thread / kChunks;
     uint8_t* to = shared.weight[chunk / 8];
-    const uint16_t* from = p.key_weight.row(key) + 8 * chunk;
-    for (int k = key; k < kIndexDim; k += kCoreRows) {
+    const uint16_t* from = p.key_weight.row(first + key) + 8 * chunk;
+    for (int k = 0; k < Shared::kWeightKeys; k += kCoreRows) {
 #pragma unroll
-        for (int i = 0; i < kCoreRows; i += kKeys) {
+        for (int i = 0; i < kCoreRows; i += kStep) {
             copy_16_async(to + panel_offset(key + i, chunk % 8), from, true);
-            from += kKeys * p.key_weight.stride;
+            from += kStep * p.key_weight.stride;
         }
         to += kCoreRows * kPanelRowBytes;
     }
-    if (thread < kIndexDim) shared.key_norm_weight[thread] = p.key_norm_weight[thread];
+}
+// It is there, from all threads.
+template <int kThreads>
+__device__ __forceinline__ void wait_for_weight() {
     wait_for_copies();
     cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(kKeyThreads, kKeyBarrier);
+    cutlass::arch::NamedBarrier::sync(kThreads, kKeyBarrier);
 }
 
 // keys[j][r]: channels 8j + 2t, 8j + 2t + 1 of entry g + 8r, as BF16.
 using Keys = uint32_t[kKeyBlocks][2];
 
-// kColumns keys at a time, 64 or 128, with as many registers of sums.
-template <int kColumns>
-__device__ __forceinline__ void project_tile(const Shared& shared, Keys& keys) {
-    constexpr int kBlocks = kColumns / 8;
+// kKeyColumns keys at a time, with as many registers of sums; ready and done stand around each
+// product.
+template <class Shared, class Ready, class Done>
+__device__ __forceinline__ void project_tile(const Shared& shared, Keys& keys, const Ready& ready,
+                                             const Done& done) {
+    constexpr int kColumnBlocks = kKeyColumns / 8, kHeld = Shared::kWeightKeys;
     const uint64_t latents = k_major(shared.latents);
     // Rolled: ptxas of CUDA 13.0 took the products of a second half for those of the first.
 #pragma unroll 1
-    for (int first = 0; first < kIndexDim; first += kColumns) {
-        const uint64_t weight = k_major(shared.weight[0] + first * kPanelRowBytes);
-        float sums[2][kColumns / 2];
+    for (int first = 0; first < kIndexDim; first += kKeyColumns) {
+        const uint64_t weight = k_major(shared.weight[0] + first % kHeld * kPanelRowBytes);
+        float sums[2][kKeyColumns / 2];
+        ready(first);
         fence_registers(sums);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int b = 0; b < kHeadDim / 16; ++b) {
             const uint64_t a = advance(latents, b / 4 * kTile * kPanelRowBytes + b % 4 * 32);
-            const uint64_t w = advance(weight, b / 4 * kIndexDim * kPanelRowBytes + b % 4 * 32);
-            if constexpr (kColumns == kIndexDim)
-                multiply_64x128_rows(a, w, sums[b % 2], b >= 2);
-            else
-                multiply_64x64(a, w, sums[b % 2], b >= 2);
+            const uint64_t w = advance(weight, b / 4 * kHeld * kPanelRowBytes + b % 4 * 32);
+            multiply_64x64(a, w, sums[b % 2], b >= 2);
         }
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
         fence_registers(sums);
+        done(first);
 #pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
+        for (int j = 0; j < kColumnBlocks; ++j) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = 4 * j + 2 * r;
-                if (kColumns < kIndexDim) keys[j][r] = keys[j + kKeyBlocks - kBlocks][r];
-                keys[j + kKeyBlocks - kBlocks][r] = pack_bf16(
+                keys[j][r] = keys[j + kKeyBlocks - kColumnBlocks][r];
+                keys[j + kKeyBlocks - kColumnBlocks][r] = pack_bf16(
                     add_rn(sums[0][i], sums[1][i]), add_rn(sums[0][i + 1], sums[1][i + 1]));
             }
         }
@@ -100,7 +107,7 @@ __device__ __forceinline__ float key_factor(const Keys& keys, int r, float eps) 
 
 // Norm and RoPE.
 __device__ __forceinline__ void turn_keys(const CompressParams& p, const float* weight,
-                                          const KeyPlace (&places)[2], int t, Keys& keys) {
+                                          const Item (&places)[2], int t, Keys& keys) {
     const float* const tables[2] = {fresh(p.cos_sin.at(places[0].rotation) + t),
                                     fresh(p.cos_sin.at(places[1].rotation) + t)};
     const float factors[2] = {key_factor(keys, 0, p.eps), key_factor(keys, 1, p.eps)};
@@ -133,7 +140,7 @@ __device__ __forceinline__ uint4 transpose_bytes(const uint32_t (&w)[4]) {
 
 // Records of the two entries.
 __device__ __forceinline__ void store_keys(const CompressParams& p, const Keys& keys,
-                                           const KeyPlace (&places)[2], int t) {
+                                           const Item (&places)[2], int t) {
     constexpr int kGroups = kIndexDim / record(RecordId::IndexFp4).group;
     uint32_t codes[2][kGroups], scales[2] = {};
 #pragma unroll
@@ -169,28 +176,52 @@ __device__ __forceinline__ void store_keys(const CompressParams& p, const Keys& 
 }
 
 template <int kRatio>
-__device__ __forceinline__ void key_tiles(const CompressParams& p, Shared& shared, int warp,
+__device__ __forceinline__ void key_tiles(const CompressParams& p, Shared<kRatio>& shared, int warp,
                                           int lane) {
     using R = Roles<kRatio>;
-    if (!p.key_weight) return;
-    load_weight(p, shared, 32 * warp + lane);
-    uint32_t tile = 0;
-    for (uint32_t rows = first_row<kRatio>(); in_batch(p, rows); rows += row_stride<kRatio>()) {
-        int passes = 1;
-        for (int pass = 0; pass < passes; ++pass, ++tile) {
-            wait_full(shared.tile_full, tile);
-            if (kRatio > 1) passes = shared.passes;
-            const KeyPlace places[2] = {shared.key_places[16 * warp + lane / 4],
-                                        shared.key_places[16 * warp + lane / 4 + 8]};
-            Keys keys = {};
-            project_tile<R::kKeyColumns>(shared, keys);
-            shared.tile_empty.arrive();
-            const bool any = p.index.holds(places[0].slot) || p.index.holds(places[1].slot);
-            if (!__any_sync(kAllLanes, any)) continue;
-            turn_keys(p, shared.key_norm_weight, places, lane % 4, keys);
-            store_keys(p, keys, places, lane % 4);
-        }
+    constexpr int kThreads = kKeyThreads * R::kKeyGroups;
+    constexpr bool kHalves = Shared<kRatio>::kWeightKeys < kIndexDim;
+    const int thread = 32 * warp + lane, group = warp / 4;
+    const bool keyed = static_cast<bool>(p.key_weight);
+    if (keyed) {
+        load_weight<kThreads>(p, shared, 0, thread);
+        if (thread < kIndexDim) shared.key_norm_weight[thread] = p.key_norm_weight[thread];
+        if (!kHalves) wait_for_weight<kThreads>();
     }
+    RowTables tables;
+    for (uint32_t tile = group;; tile += R::kKeyGroups) {
+        if constexpr (kRatio > 1) {
+#pragma unroll 1
+            while (tables.number < tile + kTables && tables.more)
+                tables.write(p, shared, fresh(thread));
+        }
+        if (!has_table(shared, tile)) break;
+        const Item* items = shared.tables[tile % kTables] + 16 * (warp % 4) + lane / 4;
+        const Item places[2] = {items[0], items[8]};
+        Keys keys = {};
+        if (keyed) {
+            const auto ready = [&](int first) {
+                if (kHalves) wait_for_weight<kThreads>();
+                if (first == 0) wait_full(shared.tile_full[group], tile / R::kKeyGroups);
+            };
+            const auto done = [&](int first) {
+                if (first + kKeyColumns == kIndexDim) shared.tile_empty.arrive();
+                if (!kHalves) return;
+                cutlass::arch::NamedBarrier::sync(kThreads, kKeyBarrier);
+                load_weight<kThreads>(p, shared, kIndexDim / 2 - first, fresh(thread));
+            };
+            project_tile(shared, keys, ready, done);
+        } else {
+            wait_full(shared.tile_full[group], tile / R::kKeyGroups);
+            shared.tile_empty.arrive();
+        }
+        if (kRatio == 1) shared.table_empty[tile % kTables].arrive();
+        const bool any = p.index.holds(places[0].slot) || p.index.holds(places[1].slot);
+        if (!keyed || !__any_sync(kAllLanes, any)) continue;
+        turn_keys(p, shared.key_norm_weight, places, lane % 4, keys);
+        store_keys(p, keys, places, lane % 4);
+    }
+    wait_for_copies();
 }
 
 }  // namespace flash_csa::sm90

@@ -10,39 +10,47 @@
 
 namespace flash_csa::sm90 {
 
-using cutlass::arch::ClusterBarrier;
+using cutlass::arch::ClusterTransactionBarrier;
 
 inline constexpr int kTile = 64;                  // entries: rows of a warpgroup's product
 inline constexpr int kUnit = 4;                   // entries of a warp at a time
 inline constexpr int kTileUnits = kTile / kUnit;  // arrivals at a full tile
 inline constexpr int kSlots = 8;                  // units on their way: 32 KiB
 inline constexpr int kPanels = kHeadDim / kPanelColumns;
-inline constexpr int kRoleWarps = 12;  // that pool or finish; 4 more make keys
-inline constexpr int kKeyThreads = 128;
-inline constexpr int kThreads = 32 * kRoleWarps + kKeyThreads;
+inline constexpr int kKeyThreads = 128;  // of a group of key warps
+inline constexpr int kTables = 2;
+inline constexpr int kBlock = 128;  // channels of a warp's copy of 16 bytes a lane
+inline constexpr int kBlocks = kHeadDim / kBlock;
 
-// How the warps share the work. A pool warp has slots of its own, a finish warp as well, so that
-// each knows its partners.
+// How the warps share the work: feed, finish, make keys. Registers of a thread, of those that the
+// launch gives to all. None spills.
 template <int kRatio>
-struct Roles {
-    static constexpr int kPoolWarps = 4 * kRatio;  // ratio 2: 64 KiB of rows in their registers
-    static constexpr int kFinishWarps = kRoleWarps - kPoolWarps;
-    static constexpr int kPoolSlots = kSlots / kPoolWarps;
-    static constexpr int kFinishSlots = kSlots / kFinishWarps;
-    static constexpr int kChunk = kTile / kPoolWarps;   // entries of a pool warp in a tile
-    static constexpr int kChunkRows = kChunk * kRatio;  // and the rows that close them
-    static constexpr int kFinishUnits = kTileUnits / kFinishWarps;
-
-    // Registers of a thread, where the launch gives 128 to each: ratio 2's for rows that land in
-    // them, ratio 1's for the sums of all keys of a tile. None spills.
-    static constexpr int kKeyColumns = kRatio == 1 ? kIndexDim : kIndexDim / 2;
-    static constexpr int kPoolRegisters = kRatio == 1 ? 112 : 152;
-    static constexpr int kFinishRegisters = kRatio == 1 ? 120 : 104;
-    static constexpr int kKeyRegisters = kRatio == 1 ? 160 : 104;
-    static_assert(kPoolWarps * kPoolRegisters + kFinishWarps * kFinishRegisters +
-                      4 * kKeyRegisters ==
-                  kThreads / 32 * 128);
+struct Roles;
+// Rows are copied: one warp feeds, two look up entries.
+template <>
+struct Roles<1> {
+    static constexpr int kFeedWarps = 4, kFinishWarps = 8, kKeyGroups = 2;
+    static constexpr int kFeedRegisters = 40, kFinishRegisters = 112, kKeyRegisters = 104;
+    static constexpr int kLaunchRegisters = 96;
+    static constexpr int kLookUpThreads = kTile;
 };
+// 8 warps pool; 64 KiB of rows land beside half of the weight.
+template <>
+struct Roles<2> {
+    static constexpr int kFeedWarps = 8, kFinishWarps = 4, kKeyGroups = 1;
+    static constexpr int kFeedRegisters = 112, kFinishRegisters = 144, kKeyRegisters = 144;
+    static constexpr int kLookUpThreads = kKeyThreads;
+    static constexpr int kLaunchRegisters = 128;
+};
+template <int kRatio>
+inline constexpr int kThreads = 32 * (Roles<kRatio>::kFeedWarps + Roles<kRatio>::kFinishWarps) +
+                                kKeyThreads * Roles<kRatio>::kKeyGroups;
+
+// Unit u of a block lies in slot u % kSlots; a slot's units are neighbours in a tile.
+__device__ __forceinline__ int unit_row(uint32_t unit) {
+    return static_cast<int>(unit % kSlots * (kTile / kSlots) + unit / kSlots % 2 * kUnit);
+}
+static_assert(kTileUnits == 2 * kSlots);
 
 // Rows of the block's first tile, and between its tiles.
 template <int kRatio>
@@ -57,64 +65,80 @@ __device__ __forceinline__ bool in_batch(const CompressParams& p, uint32_t row) 
     return row < static_cast<uint32_t>(p.batch.rows);
 }
 
-// An entry on its way.
-struct alignas(16) Place {
+// An entry of a tile.
+struct alignas(16) Item {
     int32_t row;  // that closes it; -1: none, nothing is stored
     int32_t slot;
     int32_t rotation;  // position of its first token
-    float factor;      // of the norm
+    int32_t in_tail;   // its first row
 };
+inline constexpr Item kNoItem = {-1, -1, 0, 0};
 
 struct alignas(128) Slot {
-    // 16-byte chunk c of entry e lies at c ^ 4 (e % 2): octets write, and lanes read 32 bytes each,
-    // without a bank conflict.
     uint16_t rows[kUnit][kHeadDim];
 };
 
-struct Head {
-    Place places[kUnit];
-    int32_t passes;  // tiles of the same rows
-    int32_t padding[3];
+// Ratio 1: the weight. Ratio 2: half of it at a time, from the L2, and the rows of an entry of each
+// pool warp, on their way.
+template <int kRatio>
+struct Operands;
+template <>
+struct Operands<1> {
+    static constexpr int kWeightKeys = kIndexDim;
+    alignas(1024) uint8_t weight[kPanels][kWeightKeys * kPanelRowBytes];
+};
+template <>
+struct Operands<2> {
+    static constexpr int kWeightKeys = kIndexDim / 2;
+    alignas(1024) uint8_t weight[kPanels][kWeightKeys * kPanelRowBytes];
+    float4 rows[Roles<2>::kFeedWarps][kBlocks][4][32];
 };
 
-struct KeyPlace {
-    int32_t slot;
-    int32_t rotation;
-};
-
-struct Shared {
-    alignas(1024) uint8_t weight[kPanels][kIndexDim * kPanelRowBytes];
+template <int kRatio>
+struct Shared : Operands<kRatio> {
     alignas(1024) uint8_t latents[kPanels][kTile * kPanelRowBytes];
     Slot slots[kSlots];
-    Head heads[kSlots];
-    alignas(16) KeyPlace key_places[kTile];
+    Item tables[kTables][kTile];  // entries of a tile
     alignas(16) float key_norm_weight[kIndexDim];
-    uint8_t closing[kRoleWarps - 4][16];  // a pool warp's closing rows
-    int32_t passes;                       // of the tile's rows
-    ClusterBarrier full[kSlots];          // pooled: the pool warp
-    ClusterBarrier empty[kSlots];         // read: the finish warp
-    ClusterBarrier tile_full;             // a unit's latents are there
-    ClusterBarrier tile_empty;            // multiplied: the key warps
+    alignas(8) uint8_t closing[kTables][8];   // rows of each chunk that close entries
+    int32_t ended[kTables];                   // there is no such tile
+    ClusterTransactionBarrier full[kSlots];   // of rows, or pooled
+    ClusterTransactionBarrier empty[kSlots];  // read: the finish warp
+    ClusterTransactionBarrier table_full[kTables];
+    ClusterTransactionBarrier table_empty[kTables];  // read by all
+    ClusterTransactionBarrier tile_full[2];  // latents are there, for either group of key warps
+    ClusterTransactionBarrier tile_empty;    // multiplied: the key warps
 
     // All threads of a warp arrive, each behind its own accesses.
     __device__ __forceinline__ void init() {
         for (int i = 0; i < kSlots; ++i) {
-            full[i].init(32);
+            full[i].init(kRatio == 1 ? 1 : 32);
             empty[i].init(32);
         }
-        tile_full.init(32 * kTileUnits);
+        for (int i = 0; i < kTables; ++i) {
+            table_full[i].init(Roles<kRatio>::kLookUpThreads);
+            table_empty[i].init(kKeyThreads);
+            tile_full[i].init(32 * kTileUnits);
+        }
         tile_empty.init(kKeyThreads);
         cutlass::arch::fence_barrier_init();
     }
 };
-static_assert(sizeof(Shared) <= 227 * 1024);
+static_assert(sizeof(Shared<1>) <= 227 * 1024 && sizeof(Shared<2>) <= 227 * 1024);
 
 // Waits for use `n` of what fills and empties by turns.
-__device__ __forceinline__ void wait_full(ClusterBarrier& barrier, uint32_t n) {
+__device__ __forceinline__ void wait_full(ClusterTransactionBarrier& barrier, uint32_t n) {
     barrier.wait(n & 1);
 }
-__device__ __forceinline__ void wait_empty(ClusterBarrier& barrier, uint32_t n) {
+__device__ __forceinline__ void wait_empty(ClusterTransactionBarrier& barrier, uint32_t n) {
     barrier.wait(~n & 1);
+}
+
+// The table of tile number `tile` is there; false: the tile before was the last.
+template <int kRatio>
+__device__ __forceinline__ bool has_table(Shared<kRatio>& shared, uint32_t tile) {
+    wait_full(shared.table_full[tile % kTables], tile / kTables);
+    return !shared.ended[tile % kTables];
 }
 
 }  // namespace flash_csa::sm90
