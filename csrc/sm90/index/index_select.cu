@@ -26,9 +26,10 @@ struct StoreMaxima {
     static constexpr int kSharedBytes = 0;
 
     Matrix<float> out, maxima;
+    bool aligned;
 
     __device__ StoreMaxima(const Params& params, uint8_t*)
-        : out(params.out), maxima(params.maxima) {}
+        : out(params.out), maxima(params.maxima), aligned(holds_fours(out)) {}
     __device__ void begin(const Segment&, int, int) {}
     __device__ void end(const Segment&, int, int) {}
     __device__ __forceinline__ void put(int64_t row, int32_t column, float score, bool visible) {
@@ -38,6 +39,18 @@ struct StoreMaxima {
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 8));
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 16));
+        if (column % kPoolBlock == 0) maxima.row(row)[column / kPoolBlock] = best;
+    }
+    __device__ __forceinline__ void put_four(int64_t row, int32_t column, const float4& scores,
+                                             int32_t visible, bool here) {
+        float best = bits_float(kNanBits);
+        if (visible > 0) best = scores.x;
+        if (visible > 1) best = fmaxf(best, scores.y);
+        if (visible > 2) best = fmaxf(best, scores.z);
+        if (visible > 3) best = fmaxf(best, scores.w);
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
+        if (!here) return;
+        store_four(out.row(row) + column, scores, visible, aligned);
         if (column % kPoolBlock == 0) maxima.row(row)[column / kPoolBlock] = best;
     }
 };

@@ -35,6 +35,7 @@ struct ScoreConfig {
     // path.
     static constexpr int kGroupHeads = kOne && kHeads > 16 ? 16 : kHeads;
     static constexpr int kColumns = kOne ? kHeads : 2 * kHeads;  // N of an MMA on folded codes
+    static constexpr int kQuadHeads = kHeads < 16 ? kHeads : 16;  // of each of four rows
     static constexpr int kSums = kHeads / 2, kGroupSums = kGroupHeads / 2;  // of a thread and tile
 };
 
@@ -65,7 +66,7 @@ struct ScoreShared {
     int32_t bytes;
 
     __host__ __device__ ScoreShared(uint8_t* base, const ScorePlan& plan) {
-        const int32_t rows_heads = plan.max_rows * plan.padded_heads;
+        const int32_t rows_heads = tile_rows(plan.max_rows) * plan.padded_heads;
         const int32_t heads =
             (rows_heads + Config::kColumns - 1) / Config::kColumns * Config::kColumns;
         const int32_t tile = heads * kQueryBytes;

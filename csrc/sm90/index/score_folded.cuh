@@ -51,29 +51,35 @@ struct FoldedKeys {
     }
 };
 
+// The 16 bytes of a group of one key: rows `half` of the fragment.
+template <bool kSigned>
+__device__ __forceinline__ void fold_key(const uint4& raw, uint32_t shift, int half,
+                                         FoldedFragment<kSigned>* out) {
+    const HalfUnits table(shift);
+    const uint32_t words[kFoldedSteps] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int step = 0; step < kFoldedSteps; ++step) {
+        const IntegerWord plus = positive_units(words[step], table);
+        const IntegerWord less = negative_units(words[step], table);
+        if constexpr (kSigned) {
+            const IntegerWord both = signed_units(plus, less);
+            out->plus[step][half] = both.low;
+            out->plus[step][2 + half] = both.high;
+        } else {
+            out->plus[step][half] = plus.low;
+            out->plus[step][2 + half] = plus.high;
+            out->minus[step][half] = less.low;
+            out->minus[step][2 + half] = less.high;
+        }
+    }
+}
+
 // 16 keys of a warp.
 template <bool kSigned>
 __device__ __forceinline__ void load_folded(const FoldedKeys& keys, FoldedFragment<kSigned>* out) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const uint4 raw = keys.codes[32 * half];
-        const HalfUnits table(keys.shifts[32 * half]);
-        const uint32_t words[kFoldedSteps] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int step = 0; step < kFoldedSteps; ++step) {
-            const IntegerWord plus = positive_units(words[step], table);
-            const IntegerWord less = negative_units(words[step], table);
-            if constexpr (kSigned) {
-                const IntegerWord both = signed_units(plus, less);
-                out->plus[step][half] = both.low;
-                out->plus[step][2 + half] = both.high;
-            } else {
-                out->plus[step][half] = plus.low;
-                out->plus[step][2 + half] = plus.high;
-                out->minus[step][half] = less.low;
-                out->minus[step][2 + half] = less.high;
-            }
-        }
+        fold_key(keys.codes[32 * half], keys.shifts[32 * half], half, out);
     }
 }
 

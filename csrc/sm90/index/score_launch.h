@@ -19,7 +19,8 @@ inline bool takes_tiles(const IndexScoresParams& p) {
 inline ScorePlan plan_scores(const IndexScoresParams& p, int32_t heads_of_mma) {
     ScorePlan plan;
     plan.padded_heads = (p.query.heads + heads_of_mma - 1) / heads_of_mma * heads_of_mma;
-    const int32_t fit = kQueryTile / (2 * plan.padded_heads * kQueryBytes);
+    // At most 128 heads: four rows fit.
+    const int32_t fit = kQueryTile / (2 * plan.padded_heads * kQueryBytes) / 4 * 4;
     plan.max_rows = std::max(1, std::min({p.batch.max_rows, fit, p.batch.rows, kMaxGroupRows}));
     plan.num_stages = kMaxStages;
     return plan;

@@ -30,6 +30,7 @@
 #include "sm90/common/dependents.cuh"
 #include "sm90/index/score_folded.cuh"
 #include "sm90/index/score_groups.cuh"
+#include "sm90/index/score_quads.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -49,6 +50,12 @@ __device__ __forceinline__ void score_pass(const IndexScoresParams& p, const Seg
         score_groups<Config>(p, segment, plan, shared, keys, sink);
     } else if constexpr (Config::kOne) {
         score_folded_one<Config>(segment, shared, keys, sink);
+    } else if (segment.rows >= kQuadRows) {
+        if (plan.padded_heads == 2 * Config::kQuadHeads) {
+            score_quads<Config, true>(segment, plan, shared, keys, sink);
+        } else {
+            score_quads<Config, false>(segment, plan, shared, keys, sink);
+        }
     } else if (plan.padded_heads == Config::kHeads) {
         score_folded<Config, true>(segment, plan, shared, keys, sink);
     } else {
@@ -79,7 +86,7 @@ __device__ __forceinline__ void load_segment(const IndexScoresParams& p, const S
                                         : columns_of(p, p.index.page_size, p.columns, at).count;
     }
     consumers_sync<Config>();
-    load_queries<kThreads>(p, segment, plan.padded_heads, shared.queries, thread);
+    load_queries<kThreads, Config::kQuadHeads>(p, segment, plan.padded_heads, shared.queries, thread);
     cutlass::arch::fence_view_async_shared();
 }
 

@@ -58,6 +58,24 @@ __device__ __forceinline__ uint64_t whole_descriptor(uint32_t lower) {
     return desc;
 }
 
+// The first `visible` of four scores. aligned: their address is a multiple of 16.
+__device__ __forceinline__ void store_four(float* out, const float4& scores, int32_t visible,
+                                           bool aligned) {
+    if (aligned && visible >= 4) {
+        *reinterpret_cast<float4*>(out) = scores;
+        return;
+    }
+    if (visible > 0) out[0] = scores.x;
+    if (visible > 1) out[1] = scores.y;
+    if (visible > 2) out[2] = scores.z;
+    if (visible > 3) out[3] = scores.w;
+}
+
+// Whether every fourth column of every row lies at a multiple of 16 bytes.
+__device__ __forceinline__ bool holds_fours(const Matrix<float>& out) {
+    return out.stride % 4 == 0 && reinterpret_cast<uintptr_t>(out.data) % sizeof(float4) == 0;
+}
+
 // Four keys of a quad, each a partial sum per lane, to one score a lane: lane t gets key t.
 __device__ __forceinline__ float reduce_quad(const float (&partials)[kPassTiles][2]) {
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
