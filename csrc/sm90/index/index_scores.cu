@@ -16,10 +16,8 @@ struct StoreScores {
     static constexpr int kSharedBytes = 0;
 
     Matrix<float> out;
-    bool aligned;
 
-    __device__ StoreScores(const Params& params, uint8_t*)
-        : out(params.out), aligned(holds_fours(out)) {}
+    __device__ StoreScores(const Params& params, uint8_t*) : out(params.out) {}
     __device__ void begin(const Segment&, int, int) {}
     __device__ void end(const Segment&, int, int) {}
     __device__ __forceinline__ void put(int64_t row, int32_t column, float score, bool visible) {
@@ -27,7 +25,7 @@ struct StoreScores {
     }
     __device__ __forceinline__ void put_four(int64_t row, int32_t column, const float4& scores,
                                              int32_t visible, bool here) {
-        if (here) store_four(out.row(row) + column, scores, visible, aligned);
+        if (here) store_four(out, row, column, scores, visible);
     }
 };
 

@@ -26,10 +26,9 @@ struct StoreMaxima {
     static constexpr int kSharedBytes = 0;
 
     Matrix<float> out, maxima;
-    bool aligned;
 
     __device__ StoreMaxima(const Params& params, uint8_t*)
-        : out(params.out), maxima(params.maxima), aligned(holds_fours(out)) {}
+        : out(params.out), maxima(params.maxima) {}
     __device__ void begin(const Segment&, int, int) {}
     __device__ void end(const Segment&, int, int) {}
     __device__ __forceinline__ void put(int64_t row, int32_t column, float score, bool visible) {
@@ -50,7 +49,7 @@ struct StoreMaxima {
         if (visible > 3) best = fmaxf(best, scores.w);
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
         if (!here) return;
-        store_four(out.row(row) + column, scores, visible, aligned);
+        store_four(out, row, column, scores, visible);
         if (column % kPoolBlock == 0) maxima.row(row)[column / kPoolBlock] = best;
     }
 };

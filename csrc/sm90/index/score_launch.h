@@ -45,9 +45,13 @@ cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::
                                cudaStream_t stream) {
     const ScorePlan plan = plan_scores(p, kHeads);
     if (plan.max_rows == 1 && plan.padded_heads == kHeads) {
-        return launch_score_tiles<ScoreConfig<kHeads, true, Sink>>(p, plan, sink, stream);
+        if (p.batch.rows == 1) {
+            return launch_score_tiles<ScoreConfig<kHeads, Rows::kSingle, Sink>>(p, plan, sink,
+                                                                                stream);
+        }
+        return launch_score_tiles<ScoreConfig<kHeads, Rows::kOne, Sink>>(p, plan, sink, stream);
     }
-    return launch_score_tiles<ScoreConfig<kHeads, false, Sink>>(p, plan, sink, stream);
+    return launch_score_tiles<ScoreConfig<kHeads, Rows::kAny, Sink>>(p, plan, sink, stream);
 }
 
 // Scores of every visible entry, handed to a sink (score_tile.cuh). takes_tiles(p) holds.

@@ -3,6 +3,7 @@
 // keys are dealt so that it has the scores of four neighbours.
 #pragma once
 
+#include "sm90/common/fresh.cuh"
 #include "sm90/index/score_folded.cuh"
 
 namespace flash_csa::sm90 {
@@ -12,26 +13,10 @@ __device__ __forceinline__ float4 canonical_nans(const float4& scores) {
             canonical_nan(scores.w)};
 }
 
-// Keys of a lane: 4 (lane / 4) + 2 tile + half of the warp's.
-__device__ __forceinline__ FoldedFragment<true> load_quad_keys(const PassKeys& keys, int tile) {
-    const int32_t lane = threadIdx.x % 32;
-    const int32_t key = keys.first + lane / 4 * 4 + 2 * tile;
-    const int32_t at = key * kIndexGroups + lane % 4;
-    FoldedFragment<true> out;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int32_t word = at + kIndexGroups * half;
-        fold_key(reinterpret_cast<const uint4*>(keys.stage->codes)[word],
-                 reinterpret_cast<const uint8_t*>(keys.stage->shifts)[word], half, &out);
-    }
-    return out;
-}
-
 // The heads of a block, of one row a lane. Chains of core/scoring.h: p_t has heads 2 t, 2 t + 1
 // of every eight.
 template <int kSums>
-__device__ __forceinline__ void add_quad_heads(const uint32_t (&sums)[kSums],
-                                               const float2* weights,
+__device__ __forceinline__ void add_quad_heads(const uint32_t (&sums)[kSums], const float2* weights,
                                                float (&partials)[2][kHeadLanes]) {
 #pragma unroll
     for (int i = 0; i < kSums / 4; ++i) {
@@ -54,21 +39,24 @@ __device__ __forceinline__ void score_quads(const Segment& segment, const ScoreP
                                             const ScoreShared<Config>& shared, const PassKeys& keys,
                                             typename Config::Sink& sink) {
     constexpr int kColumns = 4 * Config::kQuadHeads, kSums = kColumns / 2;
-    const uint32_t lane = threadIdx.x % 32;
+    constexpr uint32_t kBlockStep = kColumns * kQueryBytes >> 4;  // of descriptors
+    const uint32_t lane = fresh(static_cast<int>(threadIdx.x)) % 32;
     const uint32_t units = query_descriptor(shared.queries.units);
     const float2* weights =
         reinterpret_cast<const float2*>(shared.queries.folded_weights) + lane % 4;
     const int32_t own = keys.first + static_cast<int32_t>(lane / 4 * 4);
     const int32_t column = keys.column - keys.own + own;
-    FoldedFragment<true> fragments[kPassTiles];
+    FoldedFragment fragments[kPassTiles];
 #pragma unroll
-    for (int tile = 0; tile < kPassTiles; ++tile) fragments[tile] = load_quad_keys(keys, tile);
+    for (int i = 0; i < 2 * kPassTiles; ++i) {
+        fragments[i / 2].set(i % 2, FoldedGroup(keys, own + i));
+    }
     const int32_t blocks = plan.padded_heads / Config::kQuadHeads;  // of a row
     const int32_t quads = (segment.rows + 3) / 4;
     const int32_t last = quads * blocks - 1;
     float partials[kPassTiles][2][kHeadLanes] = {};
     const auto start = [&](int32_t block) {
-        return __shfl_sync(~0u, units + block * (kColumns * kQueryBytes >> 4), 0);  // uniform
+        return __shfl_sync(~0u, units + block * kBlockStep, 0);  // uniform
     };
     const auto hand_over = [&](int32_t quad) {
         float scores[kPassTiles][2];
@@ -94,21 +82,22 @@ __device__ __forceinline__ void score_quads(const Segment& segment, const ScoreP
     int32_t in_row = 0, quad = 0;
     const auto end_block = [&] {
         weights += kColumns / 2;
-        if (++in_row < blocks) return;
+        if (!kTwoBlocks && ++in_row < blocks) return;
         hand_over(quad++);
         in_row = 0;
     };
     for (int32_t block = 0; block <= last; block += 2) {
-        const uint32_t first = start(block), second = start(min(block + 1, last));
+        const uint32_t first = start(block);
+        const uint32_t second = kTwoBlocks ? first + kBlockStep : start(min(block + 1, last));
         uint32_t sums[kPassTiles][kSums] = {};
-        start_folded<kColumns>(fragments[0], first, 0, sums[0]);
-        start_folded<kColumns>(fragments[1], first, 0, sums[1]);
+        start_folded<kColumns>(fragments[0], first, sums[0]);
+        start_folded<kColumns>(fragments[1], first, sums[1]);
         finish_folded<1>(sums[0]);
         add_quad_heads(sums[0], weights, partials[0]);
-        start_folded<kColumns>(fragments[0], second, 0, sums[0]);
+        start_folded<kColumns>(fragments[0], second, sums[0]);
         finish_folded<1>(sums[1]);
         add_quad_heads(sums[1], weights, partials[1]);
-        start_folded<kColumns>(fragments[1], second, 0, sums[1]);
+        start_folded<kColumns>(fragments[1], second, sums[1]);
         if constexpr (kTwoBlocks) {
             weights += kColumns / 2;
         } else {
@@ -118,12 +107,7 @@ __device__ __forceinline__ void score_quads(const Segment& segment, const ScoreP
         add_quad_heads(sums[0], weights, partials[0]);
         finish_folded<0>(sums[1]);
         add_quad_heads(sums[1], weights, partials[1]);
-        if constexpr (kTwoBlocks) {
-            weights += kColumns / 2;
-            hand_over(quad++);
-        } else {
-            end_block();
-        }
+        end_block();
     }
 }
 
