@@ -20,9 +20,6 @@ bool is_v41(const CompressParams& p) {
            (p.index.data == nullptr || p.index.record == RecordId::IndexFp4);
 }
 
-// V4: entries of ratio 4 and 128, which have no projected keys.
-bool is_v4(const CompressParams& p) { return p.ratio > 2 && p.dim == kHeadDim && !p.key_weight; }
-
 }  // namespace
 
 cudaError_t compress(const CompressParams& p, cudaStream_t stream) {
@@ -35,8 +32,10 @@ cudaError_t compress(const CompressParams& p, cudaStream_t stream) {
     const int32_t rows = p.batch.rows;
     if (is_v41(p))
         return rows < kLongStep ? compress_steps(p, stream) : compress_prefill(p, num_sms, stream);
-    if (is_v4(p) && p.ratio == 128) return compress_groups(p, num_sms, stream);
-    if (is_v4(p) && rows >= kLongOverlap) return compress_overlap(p, num_sms, stream);
+    if (!p.key_weight && p.ratio == 128 && p.dim == kHeadDim)
+        return compress_groups(p, num_sms, stream);
+    if (!p.key_weight && p.overlap && rows >= kLongOverlap)
+        return compress_overlap(p, num_sms, stream);
     return compress_rows(p, num_sms, stream);
 }
 

@@ -225,6 +225,7 @@ __global__ void __launch_bounds__(kThreads, 1) groups_kernel(CompressParams p, W
     if (threadIdx.x == 0) shared.init();
     __syncthreads();
     allow_dependents();
+    if (warp == kScout) fetch_window(p, windows, lane);
     wait_for_previous();
     if (warp < kPoolWarps)
         pool_groups(shared, static_cast<int>(threadIdx.x));

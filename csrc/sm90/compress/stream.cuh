@@ -8,6 +8,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "sm90/common/launch.h"
+#include "sm90/common/prefetch.cuh"
 #include "sm90/compress/compress.cuh"
 #include "sm90/compress/tail.cuh"
 
@@ -106,6 +107,14 @@ struct Windows {
     __device__ __forceinline__ int64_t round() const { return int64_t{rows} * gridDim.x; }
 };
 
+// Scout, before the kernel in front has ended: the batch at the block's first window, to the L2.
+__device__ __forceinline__ void fetch_window(const CompressParams& p, Windows windows, int lane) {
+    const int64_t row = int64_t{windows.rows} * blockIdx.x + 32 * lane;
+    if (32 * lane >= windows.rows || row >= p.batch.rows) return;
+    prefetch_l2(p.batch.positions + row);
+    prefetch_l2(p.batch.row_request + row);
+}
+
 // Scout. finishers: warps that each wait for the end of the queue.
 template <int kSlots>
 __device__ __forceinline__ void find_entries(const CompressParams& p, Queue<kSlots>& queue,
@@ -160,6 +169,29 @@ __device__ __forceinline__ void keep_rows(const CompressParams& p, Windows windo
     }
 }
 
+// Rows of the call over the tail rows that the entry has read; its channels.
+template <int kDim>
+__device__ __forceinline__ void replace_tail_rows(const CompressParams& p, const Work& work,
+                                                  int lane) {
+    if (work.entry.first >= work.start) return;
+    replace_read_rows(
+        p, work.entry, [&](float* to_kv, float* to_gate, const float* kv, const float* gate) {
+            const auto move = [&](float* to, const float* from) {
+#pragma unroll
+                for (int c = 4 * lane; c < kDim; c += 128)
+                    *reinterpret_cast<float4*>(to + c) = *reinterpret_cast<const float4*>(from + c);
+            };
+            move(to_kv, kv);
+            move(to_gate, gate);
+        });
+}
+
+// What finishing an entry reads, while its rows are on their way.
+__device__ __forceinline__ void fetch_finish(const CompressParams& p, const Entry& e, int lane) {
+    if (lane == 0) prefetch_l2(p.entry_slots + e.row);
+    if (lane < 2) prefetch_l2(p.cos_sin.at(e.index * p.ratio) + 32 * lane);
+}
+
 // Finishing warp `number` of `finishers`. Entry n has slot n of both rings.
 template <int kSlots, int kPooledSlots>
 __device__ __forceinline__ void finish_entries(const CompressParams& p, Queue<kSlots>& queue,
@@ -170,22 +202,12 @@ __device__ __forceinline__ void finish_entries(const CompressParams& p, Queue<kS
         const Cursor<kPooledSlots> from(n);
         const Work work = queue.wait_filled(at);
         if (!work) return;
+        fetch_finish(p, work.entry, lane);
         uint16_t* values = pooled.wait_filled(from);
         queue.freed[at.slot].arrive();  // all others are done with it
         finish_entry<kHeadDim>(p, work.entry, lane, values);
         pooled.freed[from.slot].arrive();
-        if (work.entry.first >= work.start) continue;
-        replace_read_rows(p, work.entry,
-                          [&](float* to_kv, float* to_gate, const float* kv, const float* gate) {
-                              const auto move = [&](float* to, const float* from) {
-#pragma unroll
-                                  for (int c = 4 * lane; c < kHeadDim; c += 128)
-                                      *reinterpret_cast<float4*>(to + c) =
-                                          *reinterpret_cast<const float4*>(from + c);
-                              };
-                              move(to_kv, kv);
-                              move(to_gate, gate);
-                          });
+        replace_tail_rows<kHeadDim>(p, work, lane);
     }
 }
 

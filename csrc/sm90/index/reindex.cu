@@ -9,7 +9,6 @@
 // Floor: 68 bytes an entry, 1.1 MB a row of 2048 blocks. Limits: IndexFp4 keys, 64 heads, k and
 // pool of at most 2048, page sizes 8, 16, .., 256; index_select.cu has the other shapes.
 #include "sm90/common/cluster.h"
-#include "sm90/common/dependents.cuh"
 #include "sm90/common/launch.h"
 #include "sm90/index/pool_scores.cuh"
 #include "sm90/index/reindex.h"
@@ -45,6 +44,7 @@ struct ScoredPool {
         const int32_t place = (id / kLine >> size_log) * kLine + id % kLine;
         return *reinterpret_cast<const float4*>(scores + place);
     }
+    __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
     __device__ int32_t position(int32_t id) const {
         return static_cast<int32_t>(row.columns.position(id));
     }
@@ -114,10 +114,8 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     const int32_t most = blocks_each(p.scores.pool.width, size_log);
     float* sScores = reinterpret_cast<float*>(&shared + 1);                          // [8 most]
     PoolPlace* sPlaces = reinterpret_cast<PoolPlace*>(sScores + most * kPoolBlock);  // [most]
+    cudaGridDependencySynchronize();  // launched while the kernel in front was ending
     if (!kCluster) size_log = 0;
-    Exchange<kCluster> exchange(reinterpret_cast<Inbox*>(sPlaces + most), size_log);
-    wait_for_previous();
-    allow_dependents();
     const int64_t row = blockIdx.x >> size_log;
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
     int32_t blocks[kOwnBlocks];
@@ -132,25 +130,19 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     __syncthreads();
     PoolScorer(p.scores, sPlaces, share.length() / kPassKeys, shared.ring, shared.scoring)
         .run(row, sScores);
-    __syncthreads();  // the ring is free
-    exchange.close();
-    clear_candidates(shared.top_k);
     __syncthreads();
     const ScoredPool source{shared.row, sScores, size_log};
     constexpr int kUnits = kMaxPoolBlocks * kPoolBlock / kStripe / (kCluster ? 2 : 1);
-    ClusterTopK<kCluster, kUnits, ScoredPool> top_k(source, size_log, p.select.k, shared.top_k,
-                                                    exchange);
+    ClusterTopK<kCluster, kUnits, ScoredPool> top_k(source, size_log, p.select.k, shared.top_k);
     float4 units[kUnits];
     top_k.load(units);
     write_entries<kCluster>(p.select.out, row, p.select.k, source,
                             [&](const auto& sink) { return top_k.run(units, sink); });
-    exchange.close();
 }
 
 size_t shared_bytes_of(int32_t width, int32_t size_log) {
     const size_t block = kPoolBlock * sizeof(float) + sizeof(PoolPlace);
-    return sizeof(Shared) + blocks_each(width, size_log) * block +
-           (size_log > 0 ? sizeof(Inbox) : 0);
+    return sizeof(Shared) + blocks_each(width, size_log) * block;
 }
 static_assert(sizeof(Shared) + kMaxPoolBlocks * (kPoolBlock * sizeof(float) + sizeof(PoolPlace)) <=
               227 * 1024);
