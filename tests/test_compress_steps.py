@@ -59,7 +59,10 @@ def test_chunks(kind, tokens, device):
 
 
 @pytest.mark.case("Prefill versus decode compression")
-@pytest.mark.parametrize("name, tokens", [("r1", 1300), ("r2", 2601), ("r4", 5001), ("r128", 2701)])
+@pytest.mark.parametrize(
+    "name, tokens",
+    [("r1", 1300), ("r2", 2601), ("r4", 5001), ("r4.index", 5001), ("r128", 2701)],
+)
 def test_a_long_step_and_its_parts(name, tokens, device):
     """A long step, short steps, single tokens: the same bytes."""
     kind = KINDS[name]
@@ -72,7 +75,7 @@ def test_a_long_step_and_its_parts(name, tokens, device):
 
 
 @pytest.mark.case("Prefill versus decode compression")
-@pytest.mark.parametrize("name, tokens", [("r1", 3), ("r2", 3), ("r4", 9)])
+@pytest.mark.parametrize("name, tokens", [("r1", 3), ("r2", 3), ("r4", 9), ("r4.index", 9)])
 def test_a_long_step_of_short_requests(name, tokens, device):
     """Every row of a long step closes an entry of its own request: the bytes of short steps, also
     in the tail."""
