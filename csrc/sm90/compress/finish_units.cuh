@@ -67,8 +67,8 @@ __device__ __forceinline__ void store_group(const GroupHalves& x, int lane, uint
 }
 
 // Pooled group of an entry, from its slot.
-__device__ __forceinline__ GroupHalves read_group(const Slot& slot, int e, int lane) {
-    const uint4* chunks = reinterpret_cast<const uint4*>(slot.rows[e]);
+__device__ __forceinline__ GroupHalves read_group(const uint16_t* row, int lane) {
+    const uint4* chunks = reinterpret_cast<const uint4*>(row);
     const int at = 2 * lane + first_half(lane);
     return {chunks[at], chunks[at ^ 1]};
 }
@@ -94,13 +94,13 @@ __device__ __forceinline__ void store_latent(const GroupHalves& x, int lane, uin
     }
 }
 
-// Four pairs of RoPE dims, a chunk: of entry lane / 8, number lane % 8.
+// Two pairs of RoPE dims: of entry lane / 16, couple lane % 16.
 struct Rotation {
-    static constexpr int kPairs = 4;
+    static constexpr int kPairs = 2;
     float cos[kPairs], sin[kPairs];
 
     __device__ __forceinline__ void load(const CompressParams& p, int32_t row, int lane) {
-        const float* table = p.cos_sin.at(row) + lane % 8 * kPairs;
+        const float* table = p.cos_sin.at(row) + lane % 16 * kPairs;
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             cos[i] = table[i];
@@ -108,58 +108,67 @@ struct Rotation {
         }
     }
 
-    __device__ __forceinline__ uint4 turn(uint4 packed) const {
-        uint32_t words[kPairs] = {packed.x, packed.y, packed.z, packed.w};
+    __device__ __forceinline__ uint2 turn(uint2 packed) const {
+        uint32_t words[kPairs] = {packed.x, packed.y};
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             float a, b;
             rope_pair(low_bf16(words[i]), high_bf16(words[i]), cos[i], sin[i], &a, &b);
             words[i] = pack_bf16(a, b);
         }
-        return make_uint4(words[0], words[1], words[2], words[3]);
+        return make_uint2(words[0], words[1]);
     }
 };
 
-// The factor of the norm of an octet's entry in a slot. Octets of odd entries read the blocks of a
-// pair the other way round, against bank conflicts.
-__device__ __forceinline__ float slot_factor(const CompressParams& p, const Slot& slot, int lane) {
-    const bool odd = lane / 8 % 2;
-    const uint16_t* row = slot.rows[lane / 8] + lane % 8 * 4 + 32 * odd;
-    const int other = odd ? -32 : 32;
-    float chain[4] = {};
+using Row = uint16_t[kHeadDim];
+
+// The factor of the norm of row lane / 16. A lane has two neighbouring classes c % 32 of the
+// channels, whose chains are in the order of the row; lanes of the second row read the blocks of 32
+// of a pair the other way round, against bank conflicts.
+__device__ __forceinline__ float row_factor(const CompressParams& p, const Row* rows, int lane) {
+    constexpr int kBlockWords = 16;
+    const bool odd = lane >= 16;
+    const uint32_t* first = reinterpret_cast<const uint32_t*>(rows[odd]) + lane % 16;
+    const uint32_t* second = first + kBlockWords;
+    float chain[2] = {};
 #pragma unroll
-    for (int q = 0; q < kHeadDim / 64; ++q) {
-        const uint2 a = *reinterpret_cast<const uint2*>(row + 64 * q);
-        const uint2 b = *reinterpret_cast<const uint2*>(row + 64 * q + other);
-        float x[8];
-        unpack_blocks(odd ? make_uint4(b.x, b.y, a.x, a.y) : make_uint4(a.x, a.y, b.x, b.y), x);
-        add_squares(x, chain);
+    for (int b = 0; b < kHeadDim / 32; b += 2) {
+        const uint32_t x = (odd ? second : first)[kBlockWords * b];
+        const uint32_t y = (odd ? first : second)[kBlockWords * b];
+        const uint32_t words[2] = {odd ? y : x, odd ? x : y};
+#pragma unroll
+        for (const uint32_t word : words) {
+            chain[0] = fma_rn(low_bf16(word), low_bf16(word), chain[0]);
+            chain[1] = fma_rn(high_bf16(word), high_bf16(word), chain[1]);
+        }
     }
-    return rsqrt_ieee(add_rn(mul_rn(sum_chains(chain), 1.0f / kHeadDim), p.eps));
+#pragma unroll
+    for (int h = 8; h > 0; h /= 2) {
+#pragma unroll
+        for (float& sum : chain) sum = add_rn(sum, __shfl_xor_sync(kAllLanes, sum, h));
+    }
+    return rsqrt_ieee(add_rn(mul_rn(add_rn(chain[0], chain[1]), 1.0f / kHeadDim), p.eps));
 }
 
-// A unit in the registers of its warp.
-struct Unit {
-    GroupHalves x[kUnit];
-    Item item;  // of entry lane % 4
+// Two entries of a unit in the registers of a warp.
+struct HalfUnit {
+    GroupHalves x[kHalfUnit];
+    Item item;  // of entry lane % 2
 
-    __device__ __forceinline__ void read(const Slot& slot, int lane) {
-#pragma unroll
-        for (int e = 0; e < kUnit; ++e) x[e] = read_group(slot, e, lane);
-    }
-
-    // Pooled values to latents; the factor of entry lane / 8.
-    __device__ __forceinline__ void norm(const CompressParams& p, float own_factor,
+    // Pooled values to latents.
+    __device__ __forceinline__ void norm(const CompressParams& p, const Row* rows,
                                          const float (&weight)[kGroup], int lane) {
+        const float own_factor = row_factor(p, rows, lane);
 #pragma unroll
-        for (int e = 0; e < kUnit; ++e) {
-            const float factor = __shfl_sync(kAllLanes, own_factor, 8 * e);
+        for (int e = 0; e < kHalfUnit; ++e) {
+            x[e] = read_group(rows[e], lane);
+            const float factor = __shfl_sync(kAllLanes, own_factor, 16 * e);
             x[e].half[0] = norm_half(x[e].half[0], factor, weight);
             x[e].half[1] = norm_half(x[e].half[1], factor, weight + 8);
         }
         if (!p.latent_out) return;
 #pragma unroll
-        for (int e = 0; e < kUnit; ++e) {
+        for (int e = 0; e < kHalfUnit; ++e) {
             const int32_t row = __shfl_sync(kAllLanes, item.row, e);
             if (row >= 0) store_latent(x[e], lane, p.latent_out.row(row));
         }
@@ -169,25 +178,24 @@ struct Unit {
     template <class Shared>
     __device__ __forceinline__ void write(Shared& shared, int first, int lane) const {
 #pragma unroll
-        for (int e = 0; e < kUnit; ++e) write_group(shared, first + e, x[e], lane);
+        for (int e = 0; e < kHalfUnit; ++e) write_group(shared, first + e, x[e], lane);
     }
 
-    // The RoPE dims of all four, by way of the slot.
-    __device__ __forceinline__ void rotate(const Rotation& rotation, Slot& slot, int lane) {
+    // The RoPE dims of both, by way of the slot.
+    __device__ __forceinline__ void rotate(const Rotation& rotation, Row* rows, int lane) {
         const bool has = lane >= 32 - kRopeLanes;
-        __syncwarp();  // all have read the slot
+        __syncwarp();  // all have read the rows
         if (has) {
 #pragma unroll
-            for (int e = 0; e < kUnit; ++e) write_back(slot, e, lane);
+            for (int e = 0; e < kHalfUnit; ++e) write_back(rows[e], e, lane);
         }
         __syncwarp();
-        const int e = lane / 8, chunk = (kHeadDim - kRopeDims) / 8 + lane % 8;
-        uint4* own = reinterpret_cast<uint4*>(slot.rows[e]) + chunk;
+        uint2* own = reinterpret_cast<uint2*>(rows[lane / 16] + kHeadDim - kRopeDims) + lane % 16;
         *own = rotation.turn(*own);
         __syncwarp();
         if (has) {
 #pragma unroll
-            for (int i = 0; i < kUnit; ++i) x[i] = read_group(slot, i, lane);
+            for (int e = 0; e < kHalfUnit; ++e) x[e] = read_group(rows[e], lane);
         }
     }
 
@@ -198,13 +206,13 @@ struct Unit {
         const bool stores = p.main.data != nullptr && p.main.holds(item.slot);
         const uint64_t own = stores ? reinterpret_cast<uint64_t>(p.main.row(r, item.slot)) : 0;
 #pragma unroll
-        for (int e = 0; e < kUnit; ++e)
+        for (int e = 0; e < kHalfUnit; ++e)
             store_group(x[e], lane, reinterpret_cast<uint8_t*>(__shfl_sync(kAllLanes, own, e)));
     }
 
   private:
-    __device__ __forceinline__ void write_back(Slot& slot, int e, int lane) const {
-        uint4* chunks = reinterpret_cast<uint4*>(slot.rows[e]);
+    __device__ __forceinline__ void write_back(Row& row, int e, int lane) const {
+        uint4* chunks = reinterpret_cast<uint4*>(row);
         const int at = 2 * lane + first_half(lane);
         chunks[at] = x[e].half[0];
         chunks[at ^ 1] = x[e].half[1];
@@ -222,27 +230,26 @@ __device__ __forceinline__ void finish_units(const CompressParams& p, Shared<kRa
         weight[i] = p.norm_weight[kGroup * lane + (8 * first_half(lane) ^ i)];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) weight[i] = fresh(weight[i]);  // there before the loop
+    const int half = warp % 2 * kHalfUnit;                          // two warps share a unit
 #pragma unroll 1
-    for (uint32_t u = warp;; u += R::kFinishWarps) {
+    for (uint32_t u = warp / 2;; u += R::kFinishWarps / 2) {
         const uint32_t tile = u / kTileUnits;
         if (!has_table(shared, tile)) return;
-        const Item* items = shared.tables[tile % kTables] + unit_row(u);
-        Slot& slot = shared.slots[u % kSlots];
-        Unit unit;
-        unit.item = items[lane % kUnit];
+        const int first = unit_row(u) + half;
+        const Item* items = shared.tables[tile % kTables] + first;
+        Row* rows = shared.slots[u % kSlots].rows + half;
+        HalfUnit unit;
+        unit.item = items[lane % kHalfUnit];
         const bool filled = __any_sync(kAllLanes, unit.item.row >= 0);
         Rotation rotation = {};
-        if (filled) rotation.load(p, items[lane / 8].rotation, lane);
+        if (filled) rotation.load(p, items[lane / 16].rotation, lane);
         wait_full(shared.full[u % kSlots], u / kSlots);
-        if (filled) {
-            unit.read(slot, lane);
-            unit.norm(p, slot_factor(p, slot, lane), weight, lane);
-        }
+        if (filled) unit.norm(p, rows, weight, lane);
         wait_empty(shared.tile_empty, tile);
-        if (filled) unit.write(shared, unit_row(u), lane);
+        if (filled) unit.write(shared, first, lane);
         cutlass::arch::fence_view_async_shared();
         shared.tile_full[tile % R::kKeyGroups].arrive();
-        if (filled) unit.rotate(rotation, slot, lane);
+        if (filled) unit.rotate(rotation, rows, lane);
         if (kRatio == 1) cutlass::arch::fence_view_async_shared();  // rows are copied there
         shared.empty[u % kSlots].arrive();
         if (filled) unit.store(p, lane);

@@ -74,13 +74,14 @@ __device__ __forceinline__ void project_tile(const Shared& shared, Keys& keys, c
         fence_registers(sums);
         done(first);
 #pragma unroll
-        for (int j = 0; j < kColumnBlocks; ++j) {
+        for (int j = 0; j < kKeyBlocks; ++j) {
+            const int own = 4 * (j - (kKeyBlocks - kColumnBlocks));
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int i = 4 * j + 2 * r;
-                keys[j][r] = keys[j + kKeyBlocks - kColumnBlocks][r];
-                keys[j + kKeyBlocks - kColumnBlocks][r] = pack_bf16(
-                    add_rn(sums[0][i], sums[1][i]), add_rn(sums[0][i + 1], sums[1][i + 1]));
+                const int i = own + 2 * r;
+                keys[j][r] = own < 0 ? keys[(j + kColumnBlocks) % kKeyBlocks][r]
+                                     : pack_bf16(add_rn(sums[0][i], sums[1][i]),
+                                                 add_rn(sums[0][i + 1], sums[1][i + 1]));
             }
         }
     }

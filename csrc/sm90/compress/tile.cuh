@@ -12,10 +12,11 @@ namespace flash_csa::sm90 {
 
 using cutlass::arch::ClusterTransactionBarrier;
 
-inline constexpr int kTile = 64;                  // entries: rows of a warpgroup's product
-inline constexpr int kUnit = 4;                   // entries of a warp at a time
-inline constexpr int kTileUnits = kTile / kUnit;  // arrivals at a full tile
-inline constexpr int kSlots = 8;                  // units on their way: 32 KiB
+inline constexpr int kTile = 64;             // entries: rows of a warpgroup's product
+inline constexpr int kUnit = 4;              // entries of a slot
+inline constexpr int kHalfUnit = kUnit / 2;  // of a finish warp
+inline constexpr int kTileUnits = kTile / kUnit;
+inline constexpr int kSlots = 8;  // units on their way: 32 KiB
 inline constexpr int kPanels = kHeadDim / kPanelColumns;
 inline constexpr int kKeyThreads = 128;  // of a group of key warps
 inline constexpr int kTables = 2;
@@ -29,18 +30,18 @@ struct Roles;
 // Rows are copied: one warp feeds, two look up entries.
 template <>
 struct Roles<1> {
-    static constexpr int kFeedWarps = 4, kFinishWarps = 8, kKeyGroups = 2;
-    static constexpr int kFeedRegisters = 40, kFinishRegisters = 112, kKeyRegisters = 104;
-    static constexpr int kLaunchRegisters = 96;
+    static constexpr int kFeedWarps = 4, kFinishWarps = 16, kKeyGroups = 1;
+    static constexpr int kFeedRegisters = 40, kFinishRegisters = 80, kKeyRegisters = 120;
+    static constexpr int kLaunchRegisters = 80;
     static constexpr int kLookUpThreads = kTile;
 };
 // 8 warps pool; 64 KiB of rows land beside half of the weight.
 template <>
 struct Roles<2> {
-    static constexpr int kFeedWarps = 8, kFinishWarps = 4, kKeyGroups = 1;
-    static constexpr int kFeedRegisters = 112, kFinishRegisters = 144, kKeyRegisters = 144;
+    static constexpr int kFeedWarps = 8, kFinishWarps = 8, kKeyGroups = 1;
+    static constexpr int kFeedRegisters = 104, kFinishRegisters = 80, kKeyRegisters = 112;
+    static constexpr int kLaunchRegisters = 96;
     static constexpr int kLookUpThreads = kKeyThreads;
-    static constexpr int kLaunchRegisters = 128;
 };
 template <int kRatio>
 inline constexpr int kThreads = 32 * (Roles<kRatio>::kFeedWarps + Roles<kRatio>::kFinishWarps) +
@@ -113,12 +114,12 @@ struct Shared : Operands<kRatio> {
     __device__ __forceinline__ void init() {
         for (int i = 0; i < kSlots; ++i) {
             full[i].init(kRatio == 1 ? 1 : 32);
-            empty[i].init(32);
+            empty[i].init(2 * 32);
         }
         for (int i = 0; i < kTables; ++i) {
             table_full[i].init(Roles<kRatio>::kLookUpThreads);
             table_empty[i].init(kKeyThreads);
-            tile_full[i].init(32 * kTileUnits);
+            tile_full[i].init(2 * 32 * kTileUnits);
         }
         tile_empty.init(kKeyThreads);
         cutlass::arch::fence_barrier_init();
