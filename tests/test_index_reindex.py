@@ -85,7 +85,75 @@ def test_sums_that_overflow_on_the_way(device) -> None:
     assert_reindex(case, random_pool(case, 300), 64)
 
 
+# Rows of which a cluster of 16, 8, 2 or 1 takes each.
+CLUSTERS = [1, 12, 40, 140]
+
+
+def fold(case: IndexCase) -> None:
+    """Exponents of keys and queries so near that integers hold them."""
+    spread_scales(case, 124, 128)
+    case.query.scales.view(torch.uint8).random_(124, 128)
+
+
+@pytest.mark.parametrize("heads", [3, 32, 33, 64])
+@pytest.mark.parametrize("rows", CLUSTERS)
+def test_exponents_that_fold(rows: int, heads: int, device) -> None:
+    case = index_case([3000] * rows, [1] * rows, heads=heads, device=device)
+    fold(case)
+    assert_reindex(case, random_pool(case, 300), 512)
+
+
+@pytest.mark.parametrize("rows", CLUSTERS)
+def test_a_few_exponents_that_do_not_fold(rows: int, device) -> None:
+    case = index_case([3000] * rows, [1] * rows, heads=8, device=device)
+    fold(case)
+    scales = case.index.data[:, 64 * case.index.page_size :]
+    scales[torch.rand(scales.shape) < 0.001] = 119
+    assert_reindex(case, random_pool(case, 300), 512)
+
+
+@pytest.mark.parametrize("kinds", [1, 9])
+@pytest.mark.parametrize("rows", CLUSTERS)
+def test_keys_of_a_few_kinds(rows: int, kinds: int, device) -> None:
+    """Ties of more entries than are compared with each other."""
+    case = index_case([3000] * rows, [1] * rows, heads=8, device=device)
+    fold(case)
+    codes = case.index.data[:, : 64 * case.index.page_size].view(-1, case.index.page_size, 64)
+    codes.copy_(torch.randint(0, kinds, codes.shape[:2])[:, :, None] * 17)
+    spread_scales(case, 127, 128)
+    assert_reindex(case, random_pool(case, 300), 512)
+
+
+@pytest.mark.parametrize("rows", CLUSTERS)
+def test_scores_that_rise(rows: int, device) -> None:
+    """The best entries are neighbours: bounds of blocks that expect their share do not hold."""
+    case = index_case([3000] * rows, [1] * rows, heads=8, device=device)
+    fold(case)
+    scales = case.index.data[:, 64 * case.index.page_size :]
+    for pages in case.table:
+        for i, page in enumerate(pages.tolist()):
+            scales[page] = 100 + i // 2
+    case.weights.abs_()
+    assert_reindex(case, random_pool(case, 300), 512)
+
+
+@pytest.mark.parametrize("k", [1, 300, 1000, 2048])
+@pytest.mark.parametrize("rows", [1, 40, 140])
+def test_selections_of_any_size(rows: int, k: int, device) -> None:
+    case = index_case([3000] * rows, [1] * rows, heads=2, device=device)
+    fold(case)
+    assert_reindex(case, random_pool(case, 300), k)
+
+
 def test_many_rows_with_long_pools(device) -> None:
     """So many that each has few workers, which go through their stages several times."""
-    case = index_case([20_000], [300], heads=2, device=device)
+    case = index_case([40_000], [300], heads=2, device=device)
     assert_reindex(case, random_pool(case, 2048), 512)
+
+
+@pytest.mark.parametrize("blocks", [400, 2048])
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_many_rows_of_few_entries(blocks: int, page_size: int, device) -> None:
+    """Where all entries are scored, and those outside of the pools hidden."""
+    case = index_case([4000], [300], heads=2, page_size=page_size, device=device)
+    assert_reindex(case, random_pool(case, blocks), 512)

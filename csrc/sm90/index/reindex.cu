@@ -4,13 +4,16 @@
 //   in   index pages, queries, weights, block table, pool      out  a Selection
 //
 // A cluster of 1 to 16 blocks takes a row, as many as fit while every row has one. Each block
-// scores a share of the pool (pool_scores.cuh); then the cluster selects (cluster_top_k.cuh).
+// scores a share of the pool (pool_scores.cuh); then the first block selects from the best of all
+// (pool_top_k.cuh), or where those do not tell, the cluster does (cluster_top_k.cuh).
 //
 // Floor: 68 bytes an entry, 1.1 MB a row of 2048 blocks. Limits: IndexFp4 keys, 64 heads, k and
 // pool of at most 2048, page sizes 8, 16, .., 256; index_select.cu has the other shapes.
 #include "sm90/common/cluster.h"
+#include "sm90/common/dependents.cuh"
 #include "sm90/common/launch.h"
-#include "sm90/index/pool_scores.cuh"
+#include "sm90/common/prefetch.cuh"
+#include "sm90/index/pool_top_k.cuh"
 #include "sm90/index/reindex.h"
 #include "sm90/select/cluster_rows.cuh"
 #include "sm90/select/score_sources.cuh"
@@ -18,16 +21,17 @@
 namespace flash_csa::sm90 {
 namespace {
 
-static_assert(kPoolThreads == kClusterThreads);
-using PoolShare = Share<kPassKeys>;  // lines are units
+static_assert(kPoolThreads >= kClusterThreads);
 
 struct Shared {
     PoolScoresShared scoring;
     union {
         PoolRing ring;  // while scoring
+        PoolFinalShared final;
         CandidateShared top_k;
     };
     PagedRow row;
+    PoolTopKShared selection;
 };
 
 // Ids are columns of the pool; scores of this block's part are in shared memory.
@@ -56,20 +60,7 @@ __host__ __device__ constexpr int32_t blocks_each(int32_t blocks, int32_t size_l
            kPoolUnitBlocks;
 }
 
-__device__ __forceinline__ PoolPlace place_of(const PagedRow& row, const ConstPages& pages,
-                                              int64_t position, int32_t page) {
-    constexpr Record r = record(RecordId::IndexFp4);
-    const int32_t size = row.columns.page_size;
-    const int32_t offset = static_cast<int32_t>(position) & (size - 1);
-    if (page < 0 || page >= pages.num_pages || static_cast<uint32_t>(page) > row.last_page) {
-        return {};
-    }
-    const uint8_t* codes = pages.data + page * pages.page_stride + r.data_at(offset);
-    return {codes, static_cast<int32_t>(r.scale_at(offset, size) - r.data_at(offset)),
-            min(kPoolBlock, row.columns.n_vis - static_cast<int32_t>(position))};
-}
-
-constexpr int kOwnBlocks = kMaxPoolBlocks / kPoolThreads;  // of a thread
+constexpr int kOwnBlocks = (kMaxPoolBlocks + kPoolThreads - 1) / kPoolThreads;  // of a thread
 
 // The blocks that a thread finds the places of, read before it is known how many there are. Units
 // are lines of the part.
@@ -83,27 +74,77 @@ __device__ __forceinline__ void load_blocks(const PoolView& pool, int64_t row, c
     }
 }
 
-__device__ __forceinline__ void find_places(const PagedRow& row, const ConstPages& pages,
-                                            const PoolShare& share, int32_t rank,
-                                            const int32_t (&blocks)[kOwnBlocks],
-                                            PoolPlace* places) {
-    int64_t positions[kOwnBlocks];
-    int32_t page[kOwnBlocks];
+// Their pages; -1 where a block is not in the part, or nothing of it is visible.
+__device__ __forceinline__ void load_pages(const PagedRow& row, const PoolShare& share,
+                                           int32_t rank, const int32_t (&blocks)[kOwnBlocks],
+                                           int32_t (&pages)[kOwnBlocks]) {
 #pragma unroll
     for (int i = 0; i < kOwnBlocks; ++i) {
         const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
-        positions[i] = int64_t{blocks[i]} * kPoolBlock;
+        const int64_t position = int64_t{blocks[i]} * kPoolBlock;
         const bool reads =
-            share.id(at * kPoolBlock, rank) < share.count && row.columns.visible(positions[i]);
-        page[i] = reads ? row.columns.pages[positions[i] >> row.page_shift] : -1;
+            share.id(at * kPoolBlock, rank) < share.count && row.columns.visible(position);
+        pages[i] = reads ? row.columns.pages[position >> row.page_shift] : -1;
     }
+}
+
+__device__ __forceinline__ void write_places(const PagedRow& row, const ConstPages& index,
+                                             const PoolShare& share,
+                                             const int32_t (&blocks)[kOwnBlocks],
+                                             const int32_t (&pages)[kOwnBlocks],
+                                             PoolPlace* places) {
 #pragma unroll
     for (int i = 0; i < kOwnBlocks; ++i) {
         const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
-        if (at * kPoolBlock < share.length()) {
-            places[at] = place_of(row, pages, positions[i], page[i]);
-        }
+        if (at * kPoolBlock >= share.length()) break;
+        const bool there = pages[i] >= 0 && pages[i] < index.num_pages &&
+                           static_cast<uint32_t>(pages[i]) <= row.last_page;
+        places[at] = there ? PoolPlace::of(index, blocks[i], pages[i])
+                           : PoolPlace{blocks[i], PoolPlace::kAbsent};
     }
+}
+
+__device__ __forceinline__ void clear_bins(PoolRing& ring) {
+    uint4* bins = reinterpret_cast<uint4*>(ring.bins);
+    for (int i = threadIdx.x; i < kPoolBins / 8; i += kPoolThreads) bins[i] = {0, 0, 0, 0};
+}
+
+// Some of each line of the parameters, all at once.
+__device__ __forceinline__ void touch_parameters(const IndexSelectParams& p) {
+    touch(p.scores.query.codes.data);
+    touch(p.scores.index.data);
+    touch(p.scores.batch.positions);
+    touch(p.scores.block_table.data);
+    touch(p.scores.pool.blocks.data);
+    touch(p.select.batch.positions);
+    touch(p.select.block_table.data);
+    touch(p.select.pool.counts);
+    touch(p.select.out.positions.data);
+    touch(p.select.out.lengths);
+}
+
+// Brings what is read first nearer, while the kernel in front may still write it.
+__device__ __forceinline__ void prefetch_inputs(const IndexScoresParams& p, int64_t row,
+                                                const PoolShare& all, int32_t rank) {
+    constexpr int kLine = 128, kCodeLines = kPoolHeads * kKeyBytes / kLine;
+    const int32_t thread = static_cast<int32_t>(threadIdx.x);
+    if (thread < kMaxPoolBlocks / kPoolUnitBlocks) {  // a unit is half a line
+        const int32_t block = all.id(thread * kPassKeys, rank) / kPoolBlock;
+        if (block < p.pool.width) prefetch_l2(p.pool.blocks.row(row) + block);
+    } else if (thread < kPoolThreads - 32) {
+        const int32_t line = thread - kMaxPoolBlocks / kPoolUnitBlocks;
+        if (line * kLine < p.query.heads * kKeyBytes) {
+            prefetch_l2(p.query.codes.row(row) + line * kLine);
+        }
+    } else if (thread == kPoolThreads - 1) {
+        prefetch_l2(p.query.scales_ue8m0.row(row));
+        prefetch_l2(p.weights.f32 ? static_cast<const void*>(p.weights.f32.row(row))
+                                  : p.weights.bf16.row(row));
+        prefetch_l2(p.batch.row_request + row);
+        prefetch_l2(p.batch.positions + row);
+        prefetch_l2(p.pool.counts + row);
+    }
+    static_assert(kMaxPoolBlocks / kPoolUnitBlocks + kCodeLines <= kPoolThreads - 32);
 }
 
 template <bool kCluster>
@@ -114,27 +155,50 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     const int32_t most = blocks_each(p.scores.pool.width, size_log);
     float* sScores = reinterpret_cast<float*>(&shared + 1);                          // [8 most]
     PoolPlace* sPlaces = reinterpret_cast<PoolPlace*>(sScores + most * kPoolBlock);  // [most]
-    cudaGridDependencySynchronize();  // launched while the kernel in front was ending
+    SentShared& sSent = *reinterpret_cast<SentShared*>(sPlaces + most);              // of a cluster
+    allow_dependents();
+    touch_parameters(p);
     if (!kCluster) size_log = 0;
     const int64_t row = blockIdx.x >> size_log;
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
-    int32_t blocks[kOwnBlocks];
-    load_blocks(p.scores.pool, row, {0, size_log}, rank, blocks);
+    const PoolShare all{0, size_log};
     if (threadIdx.x == 0) {
-        shared.row = paged_row(columns_of(p.select, p.select.page_size, INT32_MAX, row), nullptr,
-                               nullptr, page_shift);
+        PoolScorer::begin(shared.scoring);
+        PoolTopK<kCluster>::begin(size_log, shared.selection);
+    }
+    if (kCluster) cluster_arrive_relaxed();
+    clear_bins(shared.ring);
+    prefetch_inputs(p.scores, row, all, rank);
+    wait_for_previous();
+
+    int32_t blocks[kOwnBlocks], pages[kOwnBlocks];
+    load_blocks(p.scores.pool, row, all, rank, blocks);
+    const PagedRow paged = paged_row(columns_of(p.select, p.select.page_size, INT32_MAX, row),
+                                     nullptr, nullptr, page_shift);
+    const PoolShare share{paged.columns.count, size_log};
+    load_pages(paged, share, rank, blocks, pages);
+    if (threadIdx.x == 0) {
+        shared.row = paged;
+        PoolTopK<kCluster>::expect(share, rank, p.select.k, shared.selection);
     }
     __syncthreads();
-    const PoolShare share{shared.row.columns.count, size_log};
-    find_places(shared.row, p.scores.index, share, rank, blocks, sPlaces);
+    PoolScorer::load_queries(p.scores, row, shared.scoring);
+    write_places(paged, p.scores.index, share, blocks, pages, sPlaces);
     __syncthreads();
-    PoolScorer(p.scores, sPlaces, share.length() / kPassKeys, shared.ring, shared.scoring)
+    PoolScorer(p.scores, paged.columns.n_vis, sPlaces, share.length() / kPassKeys, shared.ring,
+               shared.scoring)
         .run(row, sScores);
     __syncthreads();
+    if (kCluster) cluster_wait();                // all blocks have begun
+    if (threadIdx.x >= kClusterThreads) return;  // barriers do not wait for threads that are gone
+
+    PoolTopK<kCluster> best(p.scores.index, share, rank, p.select.k, shared.selection, shared.final,
+                            sSent);
+    if (best.run(sScores, sPlaces, shared.ring.bins, p.select.out, row)) return;
+    __syncthreads();
     const ScoredPool source{shared.row, sScores, size_log};
-    constexpr int kUnits = kMaxPoolBlocks * kPoolBlock / kStripe / (kCluster ? 2 : 1);
-    ClusterTopK<kCluster, kUnits, ScoredPool> top_k(source, size_log, p.select.k, shared.top_k);
-    float4 units[kUnits];
+    ClusterTopK<kCluster, kLookUnits, ScoredPool> top_k(source, size_log, p.select.k, shared.top_k);
+    float4 units[kLookUnits];
     top_k.load(units);
     write_entries<kCluster>(p.select.out, row, p.select.k, source,
                             [&](const auto& sink) { return top_k.run(units, sink); });
@@ -142,7 +206,8 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
 
 size_t shared_bytes_of(int32_t width, int32_t size_log) {
     const size_t block = kPoolBlock * sizeof(float) + sizeof(PoolPlace);
-    return sizeof(Shared) + blocks_each(width, size_log) * block;
+    const size_t sent = size_log > 0 ? sizeof(SentShared) : 0;
+    return sizeof(Shared) + blocks_each(width, size_log) * block + sent;
 }
 static_assert(sizeof(Shared) + kMaxPoolBlocks * (kPoolBlock * sizeof(float) + sizeof(PoolPlace)) <=
               227 * 1024);
@@ -151,7 +216,10 @@ static_assert(sizeof(Shared) + kMaxPoolBlocks * (kPoolBlock * sizeof(float) + si
 
 bool reindex_fits(const IndexSelectParams& p) {
     const int32_t page_size = p.select.page_size;
-    return p.scores.pool.blocks && p.scores.index.record == RecordId::IndexFp4 &&
+    const ConstPages& pages = p.scores.index;
+    const bool places = pages.page_stride % PoolPlace::kUnit == 0 &&
+                        pages.num_pages * pages.page_stride / PoolPlace::kUnit <= INT32_MAX;
+    return p.scores.pool.blocks && places && p.scores.index.record == RecordId::IndexFp4 &&
            p.scores.query.heads <= kPoolHeads && p.select.k <= kMaxClusterTopK &&
            p.scores.pool.width <= kMaxPoolBlocks && page_size >= kPoolBlock &&
            (page_size & (page_size - 1)) == 0;

@@ -39,11 +39,12 @@ struct FoldedKeys {
     const uint4* codes;
     const uint8_t* shifts;
 
-    __device__ __forceinline__ FoldedKeys(const KeyStage& stage, int32_t first) {
-        const int32_t at = first * kIndexGroups + static_cast<int32_t>(threadIdx.x % 32);
-        codes = reinterpret_cast<const uint4*>(stage.codes) + at;
-        shifts = reinterpret_cast<const uint8_t*>(stage.shifts) + at;
-    }
+    // From the codes and the shifts of the warp's keys.
+    __device__ __forceinline__ FoldedKeys(const void* key_codes, const uint32_t* key_shifts)
+        : codes(static_cast<const uint4*>(key_codes) + threadIdx.x % 32),
+          shifts(reinterpret_cast<const uint8_t*>(key_shifts) + threadIdx.x % 32) {}
+    __device__ __forceinline__ FoldedKeys(const KeyStage& stage, int32_t first)
+        : FoldedKeys(stage.codes + first * kKeyBytes, stage.shifts + first) {}
     __device__ __forceinline__ FoldedKeys& operator+=(int32_t keys) {
         codes += keys * kIndexGroups;
         shifts += keys * kIndexGroups;

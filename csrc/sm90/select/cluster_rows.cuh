@@ -10,16 +10,18 @@
 
 namespace flash_csa::sm90 {
 
-// Threads of all blocks of the cluster, counted from its first block's.
+// Threads of all blocks of the cluster that select, counted from its first block's.
 template <bool kCluster>
 __device__ int32_t cluster_thread() {
-    return kCluster ? static_cast<int32_t>(cooperative_groups::this_cluster().thread_rank())
-                    : static_cast<int32_t>(threadIdx.x);
+    const int32_t thread = static_cast<int32_t>(threadIdx.x);
+    if (!kCluster) return thread;
+    const auto rank = cooperative_groups::this_cluster().block_rank();
+    return static_cast<int32_t>(rank) * kClusterThreads + thread;
 }
 template <bool kCluster>
 __device__ int32_t cluster_threads() {
-    return kCluster ? static_cast<int32_t>(cooperative_groups::this_cluster().num_threads())
-                    : kClusterThreads;
+    if (!kCluster) return kClusterThreads;
+    return static_cast<int32_t>(cooperative_groups::this_cluster().num_blocks()) * kClusterThreads;
 }
 
 // The row's Selection. Source has position(id) and the row that knows slots; run(sink) finds it.
