@@ -6,12 +6,17 @@
 // counters, what pieces of rows leave (sm90/select/split.cuh), scores, maxima of their blocks.
 // Prefill has as many rows in a tile as fit, at least one. The score kernel leaves the maxima, so
 // that selection reads an eighth of what it would, and the scores of the best blocks.
+//
+// Pools have a kernel of their own (reindex.h). Where many rows share few entries, scores of all of
+// them take less time; blocks outside of a row's pool are then hidden from the selection.
 #include <algorithm>
 
 #include "core/schedule.h"
+#include "sm90/index/pool_mask.h"
 #include "sm90/index/reindex.h"
 #include "sm90/index/score_launch.h"
 #include "sm90/kernels.h"
+#include "sm90/select/cluster_top_k.cuh"
 #include "sm90/select/select_clusters.h"
 #include "sm90/select/split.cuh"
 
@@ -42,8 +47,28 @@ struct StoreMaxima {
     }
 };
 
+// Whether pools are selected from a scan of all entries. docs/reindex.md has the crossover: so many
+// rows of a request at least, and so many entries at most, by those of the pool.
+constexpr int64_t kScanRows = 256;
+constexpr float kScanEntries = 1.75f;
+
+int64_t capacity_of(const IndexSelectParams& p) {
+    return int64_t{p.scores.block_table.columns} * p.scores.index.page_size;
+}
+
+bool scans_pools(const IndexSelectParams& p) {
+    IndexScoresParams all = p.scores;
+    all.pool = {};
+    const float most = kScanEntries * static_cast<float>(p.scores.pool.width * kPoolBlock);
+    return p.scores.pool.blocks && p.scores.batch.max_rows >= kScanRows &&
+           static_cast<float>(capacity_of(p)) <= most && capacity_of(p) <= kMostMaskedColumns &&
+           takes_tiles(all) && p.select.k <= kMaxClusterTopK &&
+           reinterpret_cast<uintptr_t>(p.scores.workspace.data) % sizeof(float4) == 0;
+}
+
 // How the workspace is used.
 struct Plan {
+    bool scans;            // pools
     int64_t columns;       // of a row of scores
     int64_t select_bytes;  // counters and pieces
     int64_t rows;          // of a tile; 0 where not even one fits
@@ -51,10 +76,10 @@ struct Plan {
 
 Plan plan_of(const IndexSelectParams& p) {
     Plan plan;
+    plan.scans = scans_pools(p);
     // Blocks of a pool are unique and ascending: what lies beyond the capacity is not visible.
-    const int64_t capacity = int64_t{p.scores.block_table.columns} * p.scores.index.page_size;
-    plan.columns = (capacity + kIndexTile - 1) / kIndexTile * kIndexTile;
-    if (p.scores.pool.blocks) {
+    plan.columns = (capacity_of(p) + kIndexTile - 1) / kIndexTile * kIndexTile;
+    if (p.scores.pool.blocks && !plan.scans) {
         plan.columns = std::min(plan.columns, int64_t{p.scores.pool.width} * kPoolBlock);
     }
     const int64_t blocks = plan.columns / kPoolBlock;
@@ -98,7 +123,7 @@ IndexSelectParams tile_of(const IndexSelectParams& p, const Plan& plan, int64_t 
     scores.query.scales_f32 = rows_of(p.scores.query.scales_f32, first);
     scores.weights.f32 = rows_of(p.scores.weights.f32, first);
     scores.weights.bf16 = rows_of(p.scores.weights.bf16, first);
-    scores.pool = rows_of(p.scores.pool, first);
+    scores.pool = plan.scans ? PoolView{} : rows_of(p.scores.pool, first);
     scores.out = {reinterpret_cast<float*>(scores.workspace.data + plan.select_bytes),
                   plan.columns};
     scores.columns = plan.columns;
@@ -119,7 +144,8 @@ IndexSelectParams tile_of(const IndexSelectParams& p, const Plan& plan, int64_t 
     return tile;
 }
 
-cudaError_t select_tile(const IndexSelectParams& tile, cudaStream_t stream) {
+// mask: the pools of a scan.
+cudaError_t select_tile(const IndexSelectParams& tile, const PoolView& mask, cudaStream_t stream) {
     if (!takes_tiles(tile.scores) || !select_fits_clusters(tile.select)) {
         const cudaError_t error = index_scores(tile.scores, stream);
         return error != cudaSuccess ? error : select(tile.select, stream);
@@ -127,8 +153,10 @@ cudaError_t select_tile(const IndexSelectParams& tile, cudaStream_t stream) {
     const Matrix<float>& out = tile.scores.out;
     const int64_t blocks = tile.scores.columns / kPoolBlock;
     const Matrix<float> maxima = {out.data + tile.scores.batch.rows * out.stride, blocks};
-    const cudaError_t error =
-        score_tiles<StoreMaxima>(tile.scores, {tile.scores.out, maxima}, stream);
+    cudaError_t error = score_tiles<StoreMaxima>(tile.scores, {tile.scores.out, maxima}, stream);
+    if (error == cudaSuccess && mask.blocks) {
+        error = mask_maxima(tile.scores, mask, maxima, stream);
+    }
     if (error != cudaSuccess) return error;
     return select_by_maxima(tile.select, {maxima.data, blocks}, stream);
 }
@@ -136,13 +164,14 @@ cudaError_t select_tile(const IndexSelectParams& tile, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t index_select(const IndexSelectParams& p, cudaStream_t stream) {
-    if (reindex_fits(p)) return reindex(p, stream);
     const Plan plan = plan_of(p);
+    if (!plan.scans && reindex_fits(p)) return reindex(p, stream);
     const int64_t all = p.scores.batch.rows;
     if (plan.rows == 0) return all == 0 ? cudaSuccess : cudaErrorInvalidValue;
     for (int64_t first = 0; first < all; first += plan.rows) {
         const IndexSelectParams tile = tile_of(p, plan, first, std::min(plan.rows, all - first));
-        const cudaError_t error = select_tile(tile, stream);
+        const PoolView mask = plan.scans ? rows_of(p.scores.pool, first) : PoolView{};
+        const cudaError_t error = select_tile(tile, mask, stream);
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
