@@ -190,6 +190,76 @@ def late(made):
     return made.roll(1, 0)
 
 
+def by_rows(parts):
+    """[W, Q, n] read as [Q, W, n]."""
+    return parts.reshape(parts.shape[1], len(parts), -1).transpose(0, 1).contiguous()
+
+
+class ReadsShardsByRows(Compiled):
+    def merge_selections(self, lists, scores, *args):
+        return super().merge_selections(by_rows(lists), by_rows(scores), *args)
+
+
+class ReadsPoolsByRows(Compiled):
+    def merge_pools(self, blocks, scores, *args):
+        return super().merge_pools(by_rows(blocks), by_rows(scores), *args)
+
+
+class CountsTheSink(Compiled):
+    """In the log of the denominator of a merge."""
+
+    def outputs(self):
+        return {"BF16": CountsTheSink(), "FP32": CountsTheSink(torch.float32)}
+
+    def merge(self, parts, sink):
+        out, lse = super().merge(parts, sink)
+        return out, torch.logaddexp(lse, sink.expand_as(lse))
+
+
+class KeepsAnEmptyBlock(Compiled):
+    """Of foreign lists, the block after the last that a row sees whole."""
+
+    def normalize_pool(self, blocks, where, entries):
+        whole = where.n_vis % 8 == 0
+        later = replace(where, positions=where.positions + whole)
+        return super().normalize_pool(blocks, later, entries)
+
+
+class NotStrict(Compiled):
+    def _scores(self, query, keys, weights, where, pool=None):
+        return super()._scores(query, keys, weights, replace(where, strict=False), pool)
+
+    def index_select(self, query, keys, weights, where, k, **options):
+        where = replace(where, strict=False)
+        return super().index_select(query, keys, weights, where, k, **options)
+
+
+class SelectsNotStrict(Compiled):
+    def select(self, scores, where, *args):
+        return super().select(scores, replace(where, strict=False), *args)
+
+
+class PagesOf64(Compiled):
+    """In the slots of a selection, whatever the pages are."""
+
+    def _select(self, scores, rows, k, **pool):
+        made, built = super()._select(scores, rows, k, **pool)
+        page = rows.table[(made.positions.clamp(min=0) // 64).clamp(max=len(rows.table) - 1)]
+        slots = page * 64 + made.positions % 64
+        return replace(made, slots=torch.where(made.positions < 0, -1, slots).int()), built
+
+
+class PayloadStride(Compiled):
+    """Records are read as if pages had no bytes between them."""
+
+    def store_apart(self, rows, variant):
+        made = super().store_apart(rows, variant)
+        pages = made.held.pages
+        packed = pages.data.as_strided(pages.data.shape, (pages.data.shape[1], 1))
+        wrong = replace(made.held, pages=replace(pages, data=packed))
+        return wrong.read(len(rows), variant)
+
+
 def worse(outs):
     return [out * 1.1 for out in outs]
 
@@ -345,7 +415,7 @@ KERNEL_FAULTS = {
         "pool",
     ),
     "a pool's scores by another page": (faulty(scores_inside=late), "reindex"),
-    "sink dropped in a merge": (faulty(merge=lambda out: 2 * out), "attention"),
+    "sink dropped in a merge": (faulty(merge=first_of(lambda out: 2 * out)), "attention"),
     "output turned back too far": (faulty(attend_back=late), "attention"),
     "a page swapped, in the group too": (faulty(attend=late, group=worse), "attention"),
     "a group that stages do not explain": (faulty(group=worse), "group"),
@@ -382,6 +452,18 @@ KERNEL_FAULTS = {
         faulty(compress_index=values(lambda x: x.roll(1, 1))),
         "index keys",
     ),
+    "the log of a merge counts the sink": (CountsTheSink(), "attention"),
+    "an empty block of a foreign list kept": (KeepsAnEmptyBlock(), "pool"),
+    "selections of shards by rows": (ReadsShardsByRows(), "selection"),
+    "pools of shards by rows": (ReadsPoolsByRows(), "pool"),
+    "page size of 64 in slots": (PagesOf64(), "selection"),
+    "strict dropped by scoring and selection": (NotStrict(), "visibility and slots"),
+    "strict dropped by selection of scores": (SelectsNotStrict(), "selection"),
+    "strict dropped by a step": (
+        type("Lax", (Compiled,), {"step": lambda s, p, r, strict=False: Compiled.step(s, p, r)})(),
+        "visibility and slots",
+    ),
+    "stride of pages ignored": (PayloadStride(), "main KV"),
     "HCA attends another row's entries": (faulty(attend_visible=late), "attention"),
 }
 

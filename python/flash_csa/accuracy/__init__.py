@@ -7,7 +7,7 @@ on given activations, each apart from the others. See docs/accuracy.md.
     backends, compiled                       the stages: by formula, or by the library's ops
     case, metrics, stats, table              teachers and oracles, measures, intervals
     experiments                              one module for each axis
-    truths, stages, checks                   what must come out, by the axis it stands on
+    truths, stages, options, v4, codecs, checks   what must come out, by the axis it stands on
     runner, baseline                         units, resumption; comparison of two runs
     summary, plots, html                     the report
 """

@@ -28,15 +28,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class Where:
-    """Query rows at `positions` i64 [Q] over entries of `ratio` tokens."""
+    """Query rows at `positions` i64 [Q] over entries of `ratio` tokens. strict: a row does not see
+    the entry that it closes."""
 
     positions: Tensor
     ratio: int
+    strict: bool = False
 
     @property
     def n_vis(self) -> Tensor:
         """i64 [Q]: entries that each row sees."""
-        return (self.positions + 1) // self.ratio
+        return (self.positions + (not self.strict)) // self.ratio
 
 
 class Formula:

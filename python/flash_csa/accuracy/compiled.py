@@ -13,10 +13,18 @@ from ..cache import ceil_div
 from ..compress import Tail, compress
 from ..index import IndexQuery, index_scores, quantize_query
 from ..plan import HEAD_DIM, INDEX_DIM, POOL_BLOCK
-from ..records import Pages
+from ..records import RECORDS, Pages
 from ..reference import index as reference
 from ..reference import pages as reference_pages
-from ..select import Pool, Selection, index_select, select
+from ..select import (
+    Pool,
+    Selection,
+    index_select,
+    merge_pools,
+    merge_selections,
+    normalize_pool,
+    select,
+)
 from ..sizes import default_num_sms
 from ..step import Window, schedule, step_slots
 from ..store import load, rope_store, store
@@ -26,6 +34,8 @@ from .formats import INDEX_FP4, MAIN_FP8, Variant
 from .library_group import run_group
 
 PAGE_SIZE = 64
+SMALL_PAGE = 16  # of what is selected from given scores and of shards
+PADDING = 48  # bytes between pages that lie apart
 RING = 3  # pages of a window: the least that hold 128 records wherever they begin
 CHUNKS = (1, 1, 2, 3, 5, 127, 769)  # rows of calls to compress, the last one's again and again
 MAX_K = 1 << 16
@@ -41,11 +51,13 @@ class Held:
     table: Tensor
 
     @classmethod
-    def empty(cls, count: int, variant: Variant, device: torch.device) -> "Held":
-        """`count` pages in a permuted order."""
+    def empty(cls, count: int, variant: Variant, device: torch.device, padding: int = 0) -> "Held":
+        """`count` pages in a permuted order, with bytes of `padding` between them."""
         random = torch.Generator().manual_seed(count)
         table = torch.randperm(count, generator=random).int().to(device)
-        return cls(Pages.empty(count, variant.record, PAGE_SIZE, device), table)
+        size = RECORDS[variant.record].page_bytes(PAGE_SIZE)
+        data = torch.zeros(count, size + padding, dtype=torch.uint8, device=device)[:, :size]
+        return cls(Pages(data, variant.record, PAGE_SIZE), table)
 
     def read(self, count: int, variant: Variant) -> Stored:
         """The first `count` records."""
@@ -78,7 +90,14 @@ class Compiled(Formula):
         return variant.record is not None
 
     def store(self, rows: Tensor, variant: Variant) -> Stored:
-        held = Held.empty(ceil_div(len(rows), PAGE_SIZE), variant, rows.device)
+        return self._store(rows, variant)
+
+    def store_apart(self, rows: Tensor, variant: Variant) -> Stored:
+        """`store` in pages that are parts of larger ones."""
+        return self._store(rows, variant, PADDING)
+
+    def _store(self, rows: Tensor, variant: Variant, padding: int = 0) -> Stored:
+        held = Held.empty(ceil_div(len(rows), PAGE_SIZE), variant, rows.device, padding)
         slots = held.slots(torch.arange(len(rows), device=rows.device))
         store(rows.to(torch.bfloat16).contiguous(), held.pages, slots)
         return held.read(len(rows), variant)
@@ -162,7 +181,9 @@ class Compiled(Formula):
         _compress(kv, gate, ratio, CHUNKS, keys, **options)
         return keys.read(count, INDEX_FP4)
 
-    def step(self, positions: Tensor, ratio: int) -> tuple[Tensor, Tensor, Tensor]:
+    def step(
+        self, positions: Tensor, ratio: int, strict: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What a step finds for rows at `positions` i64 [R], each a request of its own: window
         positions i64 [R, 128] and the entry that the row closes i64 [R], -1 none; the number of
         entries that it sees i64 [R]."""
@@ -182,6 +203,7 @@ class Compiled(Formula):
             ratios=ratios,
             page_sizes=sizes,
             window_page_size=PAGE_SIZE,
+            strict=strict,
         )
         # The latest position up to the row's own that the ring keeps in such a slot.
         held = _positions(made.lists.slots.long(), ring)
@@ -241,6 +263,7 @@ class Compiled(Formula):
             *self._index(query, keys, weights, rows, pool is not None),
             k,
             ratio=where.ratio,
+            strict=where.strict,
             pool_blocks=blocks,
             pool=_pool(pool),
         )
@@ -261,7 +284,8 @@ class Compiled(Formula):
         index = self._index(query, keys, weights, rows, pool is not None)
         width = POOL_BLOCK * blocks if pool is not None else rows.pages * PAGE_SIZE
         out = torch.full((len(weights), width), NOT_SCORED, device=weights.device)
-        return index_scores(*index, ratio=where.ratio, pool=_pool(pool), out=out)
+        options = {"ratio": where.ratio, "strict": where.strict, "pool": _pool(pool)}
+        return index_scores(*index, **options, out=out)
 
     def visible(
         self, query: Stored, keys: Stored, weights: Tensor, where: Where
@@ -289,7 +313,7 @@ class Compiled(Formula):
     def pool(self, scores: Tensor, where: Where, blocks: int, block: int) -> Tensor:
         if block != POOL_BLOCK:
             raise ValueError(f"flash_csa.accuracy: pools have blocks of {POOL_BLOCK}, got {block}")
-        rows = _Rows(where, scores.shape[1], pool_blocks=blocks)
+        rows = _Rows(where, scores.shape[1], page_size=SMALL_PAGE, pool_blocks=blocks)
         built = self._select(scores, rows, 1, pool_blocks=blocks)[1]
         return _counted(built.blocks.long(), built.counts)
 
@@ -301,15 +325,16 @@ class Compiled(Formula):
         pool: Tensor | None = None,
         block: int = 0,
     ) -> Tensor:
-        rows = _Rows(where, scores.shape[1], pool_blocks=0 if pool is None else pool.shape[1])
+        width = 0 if pool is None else pool.shape[1]
+        rows = _Rows(where, scores.shape[1], page_size=SMALL_PAGE, pool_blocks=width)
         if pool is None:
-            return _listed(self._select(scores, rows, min(k, MAX_K))[0], rows.table)
+            return rows.listed(self._select(scores, rows, min(k, MAX_K))[0])
         columns = (pool[:, :, None] * block + torch.arange(block, device=pool.device)).flatten(1)
         inside = scores.gather(1, columns.clamp(min=0, max=scores.shape[1] - 1))
-        return _listed(self._select(inside, rows, k, pool=_pool(pool))[0], rows.table)
+        return rows.listed(self._select(inside, rows, k, pool=_pool(pool))[0])
 
     def _select(self, scores: Tensor, rows: "_Rows", k: int, **pool):
-        missing = rows.pages * PAGE_SIZE - scores.shape[1]
+        missing = rows.pages * rows.page_size - scores.shape[1]
         scores = torch.nn.functional.pad(scores, (0, max(0, missing)))
         return select(
             scores.contiguous(),
@@ -318,9 +343,37 @@ class Compiled(Formula):
             rows.section("index" if pool.get("pool") is None else "reindex"),
             block_table=rows.block_table(rows.table),
             ratio=rows.where.ratio,
-            page_size=PAGE_SIZE,
+            strict=rows.where.strict,
+            page_size=rows.page_size,
             **pool,
         )
+
+    def normalize_pool(self, blocks: Tensor, where: Where, entries: int) -> Tensor:
+        """i64 [Q, n]: a pool of foreign lists `blocks` i64 [Q, n], in any order."""
+        options = {"ratio": where.ratio, "strict": where.strict, "max_entries": entries}
+        made = normalize_pool(blocks.int(), where.positions.int(), **options)
+        return _counted(made.blocks.long(), made.counts)
+
+    def merge_selections(
+        self, lists: Tensor, scores: Tensor, where: Where, entries: int, k: int
+    ) -> Tensor:
+        """`select` of what shards selected: lists i64 and scores f32 [W, Q, K]."""
+        rows = _Rows(where, entries, page_size=SMALL_PAGE)
+        made = merge_selections(
+            lists.int(),
+            scores,
+            k,
+            row_request=rows.batch.row_request,
+            block_table=rows.block_table(rows.table),
+            page_size=rows.page_size,
+        )
+        return rows.listed(made)
+
+    def merge_pools(self, blocks: Tensor, scores: Tensor, where: Where, count: int) -> Tensor:
+        """`pool` of shards' best blocks: i64 and their best scores f32 [W, Q, n]."""
+        options = {"ratio": where.ratio, "strict": where.strict, "pool_blocks": count}
+        made = merge_pools(blocks.int(), scores, where.positions.int(), **options)
+        return _counted(made.blocks.long(), made.counts)
 
     def attend(
         self,
@@ -347,11 +400,14 @@ class Compiled(Formula):
         lse = torch.empty(q.shape[:2], device=q.device)
         return self._attend(q, main, lists, window, window_lists, lse=lse, **options), lse
 
-    def merge(self, parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor) -> Tensor:
-        """f32 [Q, H, 512]: attention over the records of all `parts`, of attend_part."""
+    def merge(self, parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention over the records of all `parts`, of attend_part, f32 [Q, H, 512]; the log of
+        the sum of exponentials f32 [Q, H], without the sink."""
         outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
         out = torch.empty(outs.shape[1:], dtype=self.out, device=outs.device)
-        return merge(outs.to(self.out), lses, sink=sink, out=out).float()
+        lse = torch.empty_like(lses[0])
+        merge(outs.to(self.out), lses, sink=sink, out=out, lse=lse)
+        return out.float(), lse
 
     def attend_back(
         self,
@@ -454,17 +510,17 @@ def _cuts(count: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
         start += rows
 
 
-def _positions(slots: Tensor, table: Tensor) -> Tensor:
+def _positions(slots: Tensor, table: Tensor, size: int = PAGE_SIZE) -> Tensor:
     """i64: where `slots` lie by a table of pages i64 [pages], -1 where on none of them."""
     pages = table.argsort()
-    held = pages[(slots // PAGE_SIZE).clamp(0, len(pages) - 1)] * PAGE_SIZE + slots % PAGE_SIZE
-    return torch.where((slots >= 0) & (slots < len(pages) * PAGE_SIZE), held, -1)
+    held = pages[(slots // size).clamp(0, len(pages) - 1)] * size + slots % size
+    return torch.where((slots >= 0) & (slots < len(pages) * size), held, -1)
 
 
-def _listed(selection: Selection, table: Tensor) -> Tensor:
+def _listed(selection: Selection, table: Tensor, size: int = PAGE_SIZE) -> Tensor:
     """i64 [Q, k]: what is selected, as positions, slots and lengths say alike; DIFFER elsewhere."""
     positions = selection.positions.long()
-    alike = _positions(selection.slots.long(), table.long()) == positions
+    alike = _positions(selection.slots.long(), table.long(), size) == positions
     return _counted(torch.where(alike, positions, DIFFER), selection.lengths)
 
 
@@ -494,12 +550,14 @@ class _Rows:
         where: Where,
         entries: int,
         *,
+        page_size: int = PAGE_SIZE,
         heads: int = 1,
         index_heads: int = 1,
         k: int = 1,
         pool_blocks: int = 0,
     ) -> None:
-        self.where, self.pages = where, ceil_div(entries, PAGE_SIZE)
+        self.where, self.page_size = where, page_size
+        self.pages = ceil_div(entries, page_size)
         device = where.positions.device
         random = torch.Generator().manual_seed(self.pages)
         self.table = torch.randperm(self.pages, generator=random).to(device)  # for scores alone
@@ -513,18 +571,23 @@ class _Rows:
         self._schedule = schedule(
             self.batch,
             ratios=[where.ratio],
-            max_entries=[self.pages * PAGE_SIZE],
+            max_entries=[self.pages * page_size],
             k=k,
             heads=heads,
             index_heads=index_heads,
             pool_blocks=pool_blocks,
             pool_ratio=where.ratio if pool_blocks else 0,
             contiguous_ratios=[where.ratio],
+            strict=where.strict,
             num_sms=default_num_sms(device),
         )
 
     def section(self, kind: str) -> Tensor:
         return self._schedule[1 + ("index", "reindex", "attend", "contiguous").index(kind)]
+
+    def listed(self, selection: Selection) -> Tensor:
+        """i64 [Q, k]: see `_listed`."""
+        return _listed(selection, self.table, self.page_size)
 
     def block_table(self, table: Tensor) -> Tensor:
         """i32 [1 + Q, pages]: every request holds the sequence, but the first has no pages."""

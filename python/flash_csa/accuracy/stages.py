@@ -8,6 +8,7 @@ the same by a plainer way. What a back end has beyond `Formula` is compared wher
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..reference import index
 from ..reference.compress import write_tail
 from ..reference.quant import quantize
 from ..reference.rope import derotate
-from . import codecs, v4
+from . import codecs, options, v4
 from .activations import Activations, Shape
 from .backends import Stored, Where
 from .case import FORMULA, Case
@@ -53,7 +54,7 @@ EXACT_ROWS, EXACT_ENTRIES = 4, 2048
 CODES, FEW = 0.02, 2  # share, or number, of entries whose pooled value lies on a rounding border
 # Relative error of such an entry; the scale of an index key changes by a factor of two.
 BORDER = {"compression": 0.1, "index keys": 0.25}
-SEEN_TOKENS, SEEN_STEP = 240, 3  # rows that share no request
+SEEN_TOKENS, SEEN_STEP, POOL = 240, 3, 2  # rows that share no request; blocks
 LONG, LONG_ROWS = 40_000, (39_999, 33_000)  # entries; positions
 CHUNK_TOKENS, CHUNK_START = 2048, 119  # rows that do: they cross a pool block and fill a window
 
@@ -66,7 +67,8 @@ def compare(case: Case) -> list[Check]:
     chunks = _chunks(case)
     for stage in of_rows:
         checks += (replace(c, name=f"chunks of rows: {c.name}") for c in stage(chunks))
-    return [*checks, *_long(case), *v4.compare(case), *_beside(case), *_layers(case)]
+    last = (_long, options.compare, v4.compare, _beside, _layers)
+    return [*checks, *(check for stage in last for check in stage(case))]
 
 
 def _chunks(case: Case) -> Case:
@@ -108,6 +110,9 @@ def _step(case: Case) -> Iterator[Check]:
         )
         name = f"ratio {ratio}, numbers of visible entries"
         yield _equal("visibility and slots", name, seen, Where(positions, ratio).n_vis)
+        _, _, seen = step(positions, ratio, strict=True)
+        expected = Where(positions, ratio, strict=True).n_vis
+        yield _equal("visibility and slots", f"{name}, strict,", seen, expected)
 
 
 def _visible(case: Case) -> Iterator[Check]:
@@ -118,8 +123,8 @@ def _visible(case: Case) -> Iterator[Check]:
         return
     positions = torch.arange(0, SEEN_TOKENS - 1, SEEN_STEP, device=case.inputs.device)
     rows = torch.arange(len(positions), device=positions.device) % len(queries.index_q)
-    for ratio in (1, 2, 4):
-        where = Where(positions, ratio)
+    for ratio, strict in product((1, 2, 4), (False, True)):
+        where = Where(positions, ratio, strict)
         entries = case.entries(ratio).keys[: SEEN_TOKENS // ratio]
         query = case.backend.query(queries.index_q[rows], where, case.cos_sin, INDEX_FP4)
         keys = case.backend.store(entries, INDEX_FP4)
@@ -128,8 +133,21 @@ def _visible(case: Case) -> Iterator[Check]:
         # What one of the two has wrong alone is scoring, or selection.
         scored, listed = ((made != seen).any(1) for made in found)
         wrong = (scored & listed).double().mean().item()
-        name = f"ratio {ratio}, rows that score and select other entries than the visible"
+        kind = f"ratio {ratio}{', strict' * strict}"
+        name = f"{kind}, rows that score and select other entries than the visible"
         yield Check("visibility and slots", name, wrong, 0.0, 0.0, len(rows), HELD)
+        name = f"{kind}, rows that select other entries than the visible, while scoring"
+        yield Check("selection", name, listed.double().mean().item(), 0.0, 0.0, len(rows), HELD)
+        given = torch.zeros(seen.shape, device=rows.device), where
+        lists, pools = zip(
+            *(
+                (each.select(*given, seen.shape[1]), each.pool(*given, POOL, POOL_BLOCK))
+                for each in (case.backend, FORMULA)
+            ),
+            strict=True,
+        )
+        yield _equal("selection", f"{kind}, slots of equal scores", *lists)
+        yield _equal("pool", f"{kind}, blocks of equal scores", *pools)
 
 
 def _turned(case: Case) -> Iterator[Check]:
@@ -410,9 +428,14 @@ def _beside(case: Case) -> Iterator[Check]:
         yield Check("attention", name, wrong, 0.0, LSE, n, HELD)
 
     expected = FORMULA.attend(q, _same(main), lists, _same(window), recent, sink)
-    worst = relative_error(backend.merge(parts, sink), expected).max().item()
+    joined, lse = backend.merge(parts, sink)
+    worst = relative_error(joined, expected).max().item()
     name = "two halves of the lists, and nothing, joined, FP32 output, worst row"
     yield Check("attention", name, worst, 0.0, ROUNDING["FP32"], n, HELD)
+    expected = _log_sums(q.float(), main.values, lists, window.values, recent)
+    worst = ((lse - expected).abs() / expected.abs().clamp(min=1)).max().item()
+    name = "two halves joined, log of the denominator, worst row"
+    yield Check("attention", name, worst, 0.0, LSE, n, HELD)
 
     # More than kernels take at once, and no multiple of anything.
     many = torch.cat([case.q(layer) for layer in case.layers], 1)[:, :-1].contiguous()
