@@ -9,7 +9,17 @@ from html.parser import HTMLParser
 import pytest
 from typer.testing import CliRunner
 
-from flash_csa.accuracy import Formula, Settings, Shape, html, regressions, run, runner, summary
+from flash_csa.accuracy import (
+    AXES,
+    Formula,
+    Settings,
+    Shape,
+    html,
+    regressions,
+    run,
+    runner,
+    summary,
+)
 from flash_csa.accuracy.baseline import load
 from flash_csa.cli.accuracy import make_backend
 from flash_csa.cli.app import app
@@ -249,7 +259,10 @@ def test_command_exits_1_on_a_failed_check(tmp_path):
     failed = invoke(*command)
     assert failed.exit_code == 1
     assert "FAILS  main KV: E2M1 / E4M3 per 16, values that differ" in failed.stdout
-    assert "checks hold; first to fail in the order of the data flow: main KV" in failed.stdout
+    headline = failed.stdout.index(
+        "first to fail in the order of the data flow: main KV. Not covered"
+    )
+    assert headline < failed.stdout.index("FAILS  main KV")
     page = (tmp_path / "report.html").read_text()
     assert (
         "in the order of the data flow: main KV." in page
@@ -263,6 +276,13 @@ def test_kernels(tmp_path):
     assert found.exit_code == 0, found.output
     result = json.loads((tmp_path / "results.json").read_text())
     assert {check["backend"] for check in result["checks"]} == {"compiled"}
+    count, level = len(result["checks"]), result["instructions"]
+    assert f"{count} of {count} checks of compiled hold ({level}). Not covered: " in found.stdout
+    stages = summary.stages(result)
+    assert [axis for axis, _, _ in stages] == list(AXES)
+    assert sum(held for _, held, _ in stages) == count
+    shown = [found.stdout.index(f"{n:3} of {n:3}  {axis}\n") for axis, n, _ in stages]
+    assert shown == sorted(shown)
     beside = summary.kernel_errors(result)
     assert {r["experiment"] for r in beside} == {"kv", "reuse"}
     assert all(abs(r["difference"]) < 2e-3 for r in beside)

@@ -12,6 +12,7 @@ AXES = (
     "UE8M0 of window KV and index",
     "main KV",
     "window KV",
+    "main KV of V4",  # has the codec of window KV
     "index keys",
     "index queries",
     "index scores",
@@ -22,6 +23,8 @@ AXES = (
     "reuse",
     "attention",
     "group",  # all of them at work: at fault only where no stage is
+    "reindex in a group",  # what its Full layers do not have wrong, too
+    "reuse in a group",
 )
 
 

@@ -61,14 +61,13 @@ def page(
 
 
 def _verdict(run: Mapping[str, Any], regressions: Sequence[Regression] | None) -> str:
-    failed, total = summary.failures(run), len(run["checks"])
-    if failed:
-        text = (
-            f'<p class="bad">{len(failed)} of {total} checks fail, first in the order of the data '
-            f"flow: {escape(failed[0]['axis'])}. There the fault lies.</p>"
-        )
-    else:
-        text = f'<p class="ok">All {total} known truths and stage comparisons hold.</p>'
+    failed = summary.failures(run)
+    text = f'<p class="{"bad" if failed else "ok"}">{escape(summary.headline(run))}</p>'
+    stages = [
+        ("" if held == total else "bad", [escape(axis), str(held), str(total)])
+        for axis, held, total in summary.stages(run)
+    ]
+    text += _table(["axis, in the order of the data flow", "checks that hold", "of"], stages)
     if regressions is not None:
         text += _regressions(regressions)
     rows = [
@@ -84,7 +83,7 @@ def _verdict(run: Mapping[str, Any], regressions: Sequence[Regression] | None) -
                 escape(c["held"]),
             ],
         )
-        for c in [*failed, *(c for c in run["checks"] if c["holds"])]
+        for c in summary.ordered(run)
     ]
     header = ["axis", "check", "back end", "found", "allowed", "samples", "held fixed"]
     table = _table(header, rows, text={1, 6})

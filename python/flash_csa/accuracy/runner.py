@@ -106,6 +106,7 @@ def run(
     return {
         "version": __version__,
         "settings": asdict(settings),
+        "instructions": instructions(settings),
         "origins": {k: v for line in lines for k, v in line["origin"].items()},
         "experiments": {
             name: {"title": e.title, "axis": e.axis, "held": e.held}
@@ -198,9 +199,14 @@ def _read(path: Path, mark: str) -> dict[Unit, dict[str, Any]]:
     return {Unit(**line.pop("unit")): line for line in lines if line.pop("fingerprint") == mark}
 
 
+def instructions(settings: Settings) -> str:
+    """Of the kernels that a run measures: the instruction level of the CPU, or the device."""
+    return f"CPU, {_C.cpu_level()}" if settings.device == "cpu" else settings.device
+
+
 def fingerprint(settings: Settings) -> str:
-    """Of settings, captures, this package and the compiled library: what results depend on."""
-    digest = hashlib.sha256(json.dumps(asdict(settings)).encode())
+    """Of settings, instructions, captures, this package and the library: what results depend on."""
+    digest = hashlib.sha256(json.dumps([asdict(settings), instructions(settings)]).encode())
     files = sorted(Path(__file__).parent.rglob("*.py"))
     files += [Path(name) for name in settings.inputs if Path(name).is_file()]
     for path in (*files, Path(_C.__file__)):

@@ -482,8 +482,8 @@ def _same(stored: Stored) -> Stored:
 
 
 def _layers(case: Case) -> Iterator[Check]:
-    """A whole group, layer after layer and step after step, if the back end has one. Where layers
-    of one mode alone are wrong, what is theirs is at fault."""
+    """A whole group, layer after layer and step after step, if the back end has one; layers of each
+    mode for themselves."""
     group = getattr(case.backend, "group", None)
     if group is None:
         return
@@ -492,8 +492,8 @@ def _layers(case: Case) -> Iterator[Check]:
     chosen = selections(small, inputs.modes, GROUP_POOL)
     outs = group(inputs, GROUP_K, blocks_of(small, GROUP_POOL, POOL_BLOCK), small.cos_sin)
     held = f"normal data, {GROUP_TOKENS} tokens; the library's own group against the formulas"
-    sound = True
-    for mode, axis in (("full", "group"), ("reindex", "reindex"), ("reuse", "reuse")):
+    modes = {"full": "group", "reindex": "reindex in a group", "reuse": "reuse in a group"}
+    for mode, axis in modes.items():
         errors = torch.cat(
             [
                 relative_error(outs[layer], small.expected(layer, chosen[layer], MAIN_FP4))
@@ -506,8 +506,7 @@ def _layers(case: Case) -> Iterator[Check]:
             ("mean", "worst"), found, (GROUP, GROUP_WORST), strict=True
         ):
             name = f"{mode} layers, decoded step by step, {what} error"
-            yield Check(axis if sound else "group", name, value, 0.0, allowed, len(errors), held)
-        sound = sound and found[0] <= GROUP and found[1] <= GROUP_WORST
+            yield Check(axis, name, value, 0.0, allowed, len(errors), held)
 
 
 def _equal(axis: str, name: str, made: Tensor, expected: Tensor) -> Check:

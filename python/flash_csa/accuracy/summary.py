@@ -22,6 +22,10 @@ SHOWN = {
     "retrieval": ("answered", "found", "decoy wins"),
     "decode": ("output error",),
 }
+NOT_COVERED = (
+    "Not covered: padded rows, NaN inputs, schedules, bounded replay, batch invariance; see "
+    "docs/accuracy.md, Kernel error."
+)
 FACTS = {
     "bytes": "B/entry",
     "bytes_per_token_and_layer": "B/token/layer",
@@ -32,8 +36,40 @@ FACTS = {
 
 def failures(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The checks that fail, in the order of the data flow: a fault lies at the first one's axis."""
-    failed = [check for check in run["checks"] if not check["holds"]]
-    return sorted(failed, key=lambda check: AXES.index(check["axis"]))
+    return [check for check in ordered(run) if not check["holds"]]
+
+
+def ordered(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All checks in the order of the data flow."""
+    return sorted(run["checks"], key=lambda check: AXES.index(check["axis"]))
+
+
+def stages(run: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """In the order of the data flow: axis, number of its checks that hold, number of all; of the
+    formulas' own only where there is no other back end."""
+    kernels = [check for check in run["checks"] if check["backend"] != "formula"]
+    checks = kernels or run["checks"]
+    axes = [check["axis"] for check in checks]
+    held = [check["axis"] for check in checks if check["holds"]]
+    return [(axis, held.count(axis), axes.count(axis)) for axis in AXES if axis in axes]
+
+
+def headline(run: Mapping[str, Any]) -> str:
+    """How many checks hold, of kernels and of the formulas alone, where a fault lies, and what
+    that does not cover."""
+    back_ends = dict.fromkeys(check["backend"] for check in run["checks"])
+    parts = []
+    for name in sorted(back_ends, key=lambda name: name == "formula"):
+        held = [check["holds"] for check in run["checks"] if check["backend"] == name]
+        of = "of the formulas alone" if name == "formula" else f"of {name}"
+        parts.append(f"{sum(held)} of {len(held)} checks {of} hold")
+    failed = failures(run)
+    if failed:
+        parts.append(f"first to fail in the order of the data flow: {failed[0]['axis']}")
+    if back_ends.keys() - {"formula"}:
+        parts[0] += f" ({run['instructions']})"
+        return "; ".join(parts) + f". {NOT_COVERED}"
+    return "; ".join(parts) + "."
 
 
 def views(run: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:

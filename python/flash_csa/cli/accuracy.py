@@ -161,17 +161,17 @@ def show(
             cells = (f"{each[k]:,}" for k in keys)
             table.add_row(f"{each['variant']} ({each['backend']})", *cells)
         console.print(table)
-    failed = summary.failures(result)
-    for check in failed:
+    if result["checks"]:
+        console.print(summary.headline(result), soft_wrap=True)
+    for axis, held, total in summary.stages(result):
+        console.print(f"  {held:3} of {total:3}  {axis}", highlight=False)
+    for check in summary.failures(result):
         console.print(
             f"FAILS  {check['axis']}: {check['name']} ({check['backend']}): "
             f"{summary.number(check['value'])}, allowed {summary.number(check['low'])} to "
             f"{summary.number(check['high'])}",
             soft_wrap=True,
         )
-    held = f"{len(result['checks']) - len(failed)} of {len(result['checks'])} checks hold"
-    first = f"; first to fail in the order of the data flow: {failed[0]['axis']}" if failed else ""
-    console.print(held + first, soft_wrap=True)
     if worse is not None:
         axes = ", ".join(dict.fromkeys(r.axis for r in worse))
         console.print(
