@@ -7,8 +7,8 @@
 
 #include "sm90/common/fp4_words.cuh"
 #include "sm90/common/fresh.cuh"
-#include "sm90/compress/octet.cuh"
 #include "sm90/compress/tile.cuh"
+#include "sm90/compress/words.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -26,10 +26,10 @@ __device__ __forceinline__ int first_half(int lane) { return lane / 4 % 2; }
 // (x * factor) * w, rounded to BF16.
 __device__ __forceinline__ uint4 norm_half(uint4 packed, float factor, const float* weight) {
     float x[8];
-    unpack_blocks(packed, x);
+    unpack_words(packed, x);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = mul_rn(mul_rn(x[i], factor), weight[i]);
-    return pack_blocks(x);
+    return pack_words(x);
 }
 
 // Largest magnitudes of groups whose quotients stay below 7: the others' scales are rounded among
@@ -248,7 +248,7 @@ __device__ __forceinline__ void finish_units(const CompressParams& p, Shared<kRa
         wait_empty(shared.tile_empty, tile);
         if (filled) unit.write(shared, first, lane);
         cutlass::arch::fence_view_async_shared();
-        shared.tile_full[tile % R::kKeyGroups].arrive();
+        shared.tile_full.arrive();
         if (filled) unit.rotate(rotation, rows, lane);
         if (kRatio == 1) cutlass::arch::fence_view_async_shared();  // rows are copied there
         shared.empty[u % kSlots].arrive();

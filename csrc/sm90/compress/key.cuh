@@ -2,7 +2,7 @@
 #pragma once
 
 #include "sm90/common/warp_norm.cuh"
-#include "sm90/compress/octet.cuh"
+#include "sm90/compress/words.cuh"
 
 namespace flash_csa::sm90 {
 

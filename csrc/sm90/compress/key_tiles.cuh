@@ -11,8 +11,8 @@
 #include "sm90/common/fp4_words.cuh"
 #include "sm90/common/fresh.cuh"
 #include "sm90/compress/look_up.cuh"
-#include "sm90/compress/octet.cuh"
 #include "sm90/compress/tile.cuh"
+#include "sm90/compress/words.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -21,10 +21,10 @@ inline constexpr int kKeyColumns = 64;            // of a product
 
 // The weight from key `first` to shared memory, as many keys as there is room for: a thread has one
 // chunk of every kStep-th, so that the swizzle repeats.
-template <int kThreads, class Shared>
+template <class Shared>
 __device__ __forceinline__ void load_weight(const CompressParams& p, Shared& shared, int first,
                                             int thread) {
-    constexpr int kChunks = kHeadDim / 8, kStep = kThreads / kChunks;
+    constexpr int kChunks = kHeadDim / 8, kStep = kKeyThreads / kChunks;
     const int chunk = thread % kChunks, key = thread / kChunks;
     uint8_t* to = shared.weight[chunk / 8];
     const uint16_t* from = p.key_weight.row(first + key) + 8 * chunk;
@@ -38,11 +38,10 @@ __device__ __forceinline__ void load_weight(const CompressParams& p, Shared& sha
     }
 }
 // It is there, from all threads.
-template <int kThreads>
 __device__ __forceinline__ void wait_for_weight() {
     wait_for_copies();
     cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(kThreads, kKeyBarrier);
+    cutlass::arch::NamedBarrier::sync(kKeyThreads, kKeyBarrier);
 }
 
 // keys[j][r]: channels 8j + 2t, 8j + 2t + 1 of entry g + 8r, as BF16.
@@ -179,41 +178,39 @@ __device__ __forceinline__ void store_keys(const CompressParams& p, const Keys& 
 template <int kRatio>
 __device__ __forceinline__ void key_tiles(const CompressParams& p, Shared<kRatio>& shared, int warp,
                                           int lane) {
-    using R = Roles<kRatio>;
-    constexpr int kThreads = kKeyThreads * R::kKeyGroups;
     constexpr bool kHalves = Shared<kRatio>::kWeightKeys < kIndexDim;
-    const int thread = 32 * warp + lane, group = warp / 4;
+    const int thread = 32 * warp + lane;
     const bool keyed = static_cast<bool>(p.key_weight);
     if (keyed) {
-        load_weight<kThreads>(p, shared, 0, thread);
+        load_weight(p, shared, 0, thread);
         if (thread < kIndexDim) shared.key_norm_weight[thread] = p.key_norm_weight[thread];
-        if (!kHalves) wait_for_weight<kThreads>();
+        if (!kHalves) wait_for_weight();
     }
     RowTables tables;
-    for (uint32_t tile = group;; tile += R::kKeyGroups) {
+    for (uint32_t tile = 0;; ++tile) {
         if constexpr (kRatio > 1) {
 #pragma unroll 1
             while (tables.number < tile + kTables && tables.more)
                 tables.write(p, shared, fresh(thread));
         }
         if (!has_table(shared, tile)) break;
-        const Item* items = shared.tables[tile % kTables] + 16 * (warp % 4) + lane / 4;
+        const Item* items = shared.tables[tile % kTables] + 16 * warp + lane / 4;
         const Item places[2] = {items[0], items[8]};
         Keys keys = {};
         if (keyed) {
             const auto ready = [&](int first) {
-                if (kHalves) wait_for_weight<kThreads>();
-                if (first == 0) wait_full(shared.tile_full[group], tile / R::kKeyGroups);
+                if (kHalves) wait_for_weight();
+                if (first == 0) wait_full(shared.tile_full, tile);
             };
             const auto done = [&](int first) {
                 if (first + kKeyColumns == kIndexDim) shared.tile_empty.arrive();
                 if (!kHalves) return;
-                cutlass::arch::NamedBarrier::sync(kThreads, kKeyBarrier);
-                load_weight<kThreads>(p, shared, kIndexDim / 2 - first, fresh(thread));
+                cutlass::arch::NamedBarrier::sync(kKeyThreads, kKeyBarrier);
+                load_weight(p, shared, kIndexDim / 2 - first, fresh(thread));
             };
             project_tile(shared, keys, ready, done);
         } else {
-            wait_full(shared.tile_full[group], tile / R::kKeyGroups);
+            wait_full(shared.tile_full, tile);
             shared.tile_empty.arrive();
         }
         if (kRatio == 1) shared.table_empty[tile % kTables].arrive();

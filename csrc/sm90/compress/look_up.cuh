@@ -23,15 +23,14 @@ __device__ __forceinline__ Item find_item(const CompressParams& p, uint32_t row)
 __device__ __forceinline__ void write_tables(const CompressParams& p, Shared<1>& shared,
                                              int thread) {
     uint32_t rows = first_row<1>();
-    // Either group of key warps finds that there is no further tile.
-    for (uint32_t tile = 0, ends = 0; ends < kTables; ++tile, rows += row_stride<1>()) {
+    bool more = true;
+    for (uint32_t tile = 0; more; ++tile, rows += row_stride<1>()) {
         const uint32_t buffer = tile % kTables;
         const Item item = find_item(p, rows + thread);
-        const bool ended = !in_batch(p, rows);
-        ends += ended;
+        more = in_batch(p, rows);
         wait_empty(shared.table_empty[buffer], tile / kTables);
         shared.tables[buffer][thread] = item;
-        if (thread == 0) shared.ended[buffer] = ended;
+        if (thread == 0) shared.ended[buffer] = !more;
         shared.table_full[buffer].arrive();
     }
 }

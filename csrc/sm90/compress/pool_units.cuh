@@ -11,8 +11,8 @@
 #include "sm90/common/cp_async.cuh"
 #include "sm90/common/prefetch.cuh"
 #include "sm90/compress/look_up.cuh"
-#include "sm90/compress/octet.cuh"
 #include "sm90/compress/pool_two.cuh"
+#include "sm90/compress/words.cuh"
 
 namespace flash_csa::sm90 {
 

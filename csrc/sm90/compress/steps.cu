@@ -21,10 +21,10 @@
 #include "sm90/common/prefetch.cuh"
 #include "sm90/compress/compress.cuh"
 #include "sm90/compress/key.cuh"
-#include "sm90/compress/octet.cuh"
 #include "sm90/compress/pool_two.cuh"
 #include "sm90/compress/projection.cuh"
 #include "sm90/compress/tail.cuh"
+#include "sm90/compress/words.cuh"
 
 namespace flash_csa::sm90 {
 namespace {

@@ -18,8 +18,8 @@ inline constexpr int kHalfUnit = kUnit / 2;  // of a finish warp
 inline constexpr int kTileUnits = kTile / kUnit;
 inline constexpr int kSlots = 8;  // units on their way: 32 KiB
 inline constexpr int kPanels = kHeadDim / kPanelColumns;
-inline constexpr int kKeyThreads = 128;  // of a group of key warps
-inline constexpr int kTables = 2;
+inline constexpr int kKeyThreads = 128;
+inline constexpr int kTables = 2;   // of the entries of a tile
 inline constexpr int kBlock = 128;  // channels of a warp's copy of 16 bytes a lane
 inline constexpr int kBlocks = kHeadDim / kBlock;
 
@@ -30,7 +30,7 @@ struct Roles;
 // Rows are copied: one warp feeds, two look up entries.
 template <>
 struct Roles<1> {
-    static constexpr int kFeedWarps = 4, kFinishWarps = 16, kKeyGroups = 1;
+    static constexpr int kFeedWarps = 4, kFinishWarps = 16;
     static constexpr int kFeedRegisters = 40, kFinishRegisters = 80, kKeyRegisters = 120;
     static constexpr int kLaunchRegisters = 80;
     static constexpr int kLookUpThreads = kTile;
@@ -38,14 +38,14 @@ struct Roles<1> {
 // 8 warps pool; 64 KiB of rows land beside half of the weight.
 template <>
 struct Roles<2> {
-    static constexpr int kFeedWarps = 8, kFinishWarps = 8, kKeyGroups = 1;
+    static constexpr int kFeedWarps = 8, kFinishWarps = 8;
     static constexpr int kFeedRegisters = 104, kFinishRegisters = 80, kKeyRegisters = 112;
     static constexpr int kLaunchRegisters = 96;
     static constexpr int kLookUpThreads = kKeyThreads;
 };
 template <int kRatio>
-inline constexpr int kThreads = 32 * (Roles<kRatio>::kFeedWarps + Roles<kRatio>::kFinishWarps) +
-                                kKeyThreads * Roles<kRatio>::kKeyGroups;
+inline constexpr int kThreads =
+    32 * (Roles<kRatio>::kFeedWarps + Roles<kRatio>::kFinishWarps) + kKeyThreads;
 
 // Unit u of a block lies in slot u % kSlots; a slot's units are neighbours in a tile.
 __device__ __forceinline__ int unit_row(uint32_t unit) {
@@ -107,8 +107,8 @@ struct Shared : Operands<kRatio> {
     ClusterTransactionBarrier empty[kSlots];  // read: the finish warp
     ClusterTransactionBarrier table_full[kTables];
     ClusterTransactionBarrier table_empty[kTables];  // read by all
-    ClusterTransactionBarrier tile_full[2];  // latents are there, for either group of key warps
-    ClusterTransactionBarrier tile_empty;    // multiplied: the key warps
+    ClusterTransactionBarrier tile_full;             // latents are there
+    ClusterTransactionBarrier tile_empty;            // multiplied: the key warps
 
     // All threads of a warp arrive, each behind its own accesses.
     __device__ __forceinline__ void init() {
@@ -119,8 +119,8 @@ struct Shared : Operands<kRatio> {
         for (int i = 0; i < kTables; ++i) {
             table_full[i].init(Roles<kRatio>::kLookUpThreads);
             table_empty[i].init(kKeyThreads);
-            tile_full[i].init(2 * 32 * kTileUnits);
         }
+        tile_full.init(2 * 32 * kTileUnits);
         tile_empty.init(kKeyThreads);
         cutlass::arch::fence_barrier_init();
     }
