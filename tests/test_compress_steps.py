@@ -92,6 +92,23 @@ def test_a_long_step_of_short_requests(name, tokens, device):
     assert same(long.state(), short.state())
 
 
+@pytest.mark.case("Batch invariance")
+@every_kind
+def test_requests_of_several_rows_share_a_step(kind, device):
+    """Row r of a step is not one of request r: each has its bytes alone, also in the tail."""
+    tokens = 2 * kind.ratio + 9
+    inputs = [projections(kind, tokens, seed=20 + r) for r in range(3)]
+    entries = tokens // kind.ratio
+    together, alone = (Cache(kind, 3, entries, device) for _ in range(2))
+    cuts = {0: 5, 1: 2, 2: 7}
+    step(together, [Chunk(r, 0, cut) for r, cut in cuts.items()], inputs)
+    step(together, [Chunk(r, cut, tokens - cut) for r, cut in cuts.items()], inputs)
+    for r, cut in cuts.items():
+        step(alone, [Chunk(r, 0, cut)], inputs)
+        step(alone, [Chunk(r, cut, tokens - cut)], inputs)
+    assert same(together.state(), alone.state())
+
+
 @pytest.mark.case("Prefill versus decode compression")
 @every_kind
 @settings(max_examples=8, deadline=None)

@@ -72,6 +72,16 @@ MUTANTS = (
         "Prefill versus decode compression",
     ),
     Mutant(
+        1311,
+        "compress",
+        "row r taken for one of request r",
+        "sm90/compress/steps.cu",
+        "        if (request != likely) {\n",
+        "        if (request < 0) {\n",
+        "what is read beside the row is likely, not certain",
+        "Tail state isolation",
+    ),
+    Mutant(
         1312,
         "compress",
         "entry rotated at its last token",
