@@ -14,10 +14,10 @@
 #include "sm90/common/launch.h"
 #include "sm90/compress/compress.cuh"
 #include "sm90/compress/key.cuh"
-#include "sm90/compress/words.cuh"
 #include "sm90/compress/pool.cuh"
 #include "sm90/compress/projection.cuh"
 #include "sm90/compress/tail.cuh"
+#include "sm90/compress/words.cuh"
 
 namespace flash_csa::sm90 {
 namespace {
