@@ -124,15 +124,16 @@ def test_keys_of_a_few_kinds(rows: int, kinds: int, device) -> None:
     assert_reindex(case, random_pool(case, 300), 512)
 
 
+@pytest.mark.parametrize("steps", [2, 3, 24])
 @pytest.mark.parametrize("rows", CLUSTERS)
-def test_scores_that_rise(rows: int, device) -> None:
+def test_scores_that_rise(rows: int, steps: int, device) -> None:
     """The best entries are neighbours: bounds of blocks that expect their share do not hold."""
     case = index_case([3000] * rows, [1] * rows, heads=8, device=device)
     fold(case)
     scales = case.index.data[:, 64 * case.index.page_size :]
     for pages in case.table:
         for i, page in enumerate(pages.tolist()):
-            scales[page] = 100 + i // 2
+            scales[page] = 127 - steps + steps * i // len(pages)
     case.weights.abs_()
     assert_reindex(case, random_pool(case, 300), 512)
 
