@@ -35,24 +35,25 @@ FCSA_HD int64_t list_length(const RecordList& list, int64_t row) {
     return list.lengths == nullptr ? 0 : clamp_length(list.lengths[row], list.columns);
 }
 
-// A row whose request or de-rotation position is out of range is padded: its list is empty.
+// A row whose request or de-rotation position is out of range is padded: its list is empty. What
+// is read of the row is asked for before any of it is looked at.
 FCSA_HD RowList row_list(const AttendParams& p, int64_t row) {
+    const int32_t position = p.derotate_positions == nullptr ? -1 : p.derotate_positions[row];
     RowList list;
-    if (p.derotate_positions != nullptr && !p.derotate.holds(p.derotate_positions[row]))
-        return list;
+    list.window = list_length(p.window, row);
+    list.window_slots = p.window.slots ? p.window.slots.row(row) : nullptr;
     if (p.contiguous.data != nullptr) {
         const int32_t request = p.contiguous_request[row];
-        if (request < 0 || request >= p.contiguous.requests) return list;
-        list.table = p.contiguous.row(request);
         list.page_size = p.main.pages.page_size;
         list.main = clamp_length(p.contiguous_n_vis[row],
                                  int64_t{p.contiguous.columns} * p.main.pages.page_size);
+        if (request < 0 || request >= p.contiguous.requests) return RowList{};
+        list.table = p.contiguous.row(request);
     } else {
         list.main = list_length(p.main, row);
         list.main_slots = p.main.slots ? p.main.slots.row(row) : nullptr;
     }
-    list.window = list_length(p.window, row);
-    list.window_slots = p.window.slots ? p.window.slots.row(row) : nullptr;
+    if (p.derotate_positions != nullptr && !p.derotate.holds(position)) return RowList{};
     return list;
 }
 
