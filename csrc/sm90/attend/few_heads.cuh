@@ -1,53 +1,56 @@
-// Parts of few_heads.cu: shared memory, the stream of records into registers, both products.
+// Parts of few_heads.cu: shared memory, the query, records into registers, both products.
 //
-// Lanes: lane = 4 g + t of warp w has records 16 w + g and 16 w + g + 8 of a tile (its two rows)
-// and, of every 64 dims (a panel), the 16 dims from 16 t on. That is where an A fragment of the
-// tensor cores wants them, if the dims of a panel are counted in the order (j, r, t, e) of
-// dim 16 t + 8 j + r + 4 e, in the query too: a record goes from global memory through registers
-// into the first product, and the same registers are stored once for the second.
+// Order of the dims: of every 128 dims (a span) lane 4 g + t of a warp has the 32 from 32 t on, of
+// records g and g + 8 of the warp's 16. Dims of K 2 t + b and 8 + 2 t + b of step 8 s + 2 u + h of
+// the first product are dims 128 s + 32 t + 8 u + 4 b + 2 h and the one after it: that is how
+// shifts leave the codes of a word, and where an A fragment wants them. The query has that order.
+//
+// The BF16 tile is written from the same fragments, but in an order of its own, in which a thread
+// of the second product ends up with neighbouring dims: 8 dims (t, b) of (s, u, h, o), o the half
+// of a step, are chunk 4 (s % 2) + u of panel 4 (s / 2) + 2 h + o.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
 #include <cutlass/fast_math.h>
 
 #include <cstdint>
 #include <cute/arch/copy.hpp>
 #include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/list.h"
 #include "core/schedule.h"
 #include "sm90/attend/dequant.cuh"
-#include "sm90/common/cp_async.cuh"
 #include "sm90/common/lane_codec.cuh"
 #include "sm90/common/wgmma.cuh"
 
 namespace flash_csa::sm90::few_heads {
 
-// Warpgroups of a CTA, which share its query and take its tiles in turns. The queries of two CTAs
-// of 32 heads, two tiles and the rings do not fit an SM.
-template <int kHeads>
-inline constexpr int kGroups = kHeads == 32 ? 2 : 1;
-template <int kHeads>
-inline constexpr int kCtasPerSm = 2 / kGroups<kHeads>;
-
+// Warpgroups: two convert, each half of the dims of a tile; then one each for the softmax, the
+// values and the copies.
+inline constexpr int kConvertGroups = 2;
 inline constexpr int kGroupThreads = 128;
-template <int kHeads>
-inline constexpr int kThreads = kGroupThreads * kGroups<kHeads>;
+inline constexpr int kThreads = (kConvertGroups + 3) * kGroupThreads;
 inline constexpr int kWarps = kGroupThreads / 32;  // of a warpgroup
 
 inline constexpr int kTile = kAttendTile;
 inline constexpr int kWarpRecords = kTile / kWarps;
 inline constexpr int kPanels = kHeadDim / kPanelColumns;
-inline constexpr int kUnitBytes = 16;  // a swizzled chunk: 8 BF16 values
+inline constexpr int kPanelBytes = kTile * kPanelRowBytes;
+inline constexpr int kTiles = 2;   // that are converted or multiplied at a time
+inline constexpr int kSpan = 128;  // dims
+inline constexpr int kSpans = kHeadDim / kSpan / kConvertGroups;  // of a warpgroup
 
-// Codes arrive in slots of 128 bytes a record, the L2's line.
-inline constexpr int kSlotBytes = 128;
-// Slots of a ring, as many as the shared memory holds.
+// A slot holds 16 records of MainFp4 or 8 of WindowFp8, for one warp of both converting groups.
+inline constexpr int kSlotBytes = 4672;
 template <int kHeads>
 inline constexpr int kSlots = kHeads == 8    ? 4
                               : kHeads == 16 ? 3
                                              : 2;
-inline constexpr int kScaleBytes = record(RecordId::MainFp4).scale_bytes;  // the larger one
-inline constexpr int kScaleSets = 3;  // tiles that have a part in a ring at a time
+// Queries that are there at a time: as many as the shared memory holds.
+template <int kHeads>
+inline constexpr int kQueries = kHeads == 8 ? 2 : 1;
+inline constexpr int kPresentSets = 8;  // tiles that are somewhere between copies and softmax
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
@@ -87,6 +90,15 @@ struct Tiles {
     }
 };
 
+// Asks for a row's lists before their lengths are known, for which their loads wait. A warp calls.
+__device__ __forceinline__ void prefetch_lists(const AttendParams& p, int64_t row, int lane) {
+    constexpr int kEach = 128 / sizeof(int32_t);
+    if (p.window.slots && lane * kEach < p.window.columns)
+        cute::prefetch(p.window.slots.row(row) + lane * kEach);
+    for (int at = lane * kEach; p.main.slots && at < p.main.columns; at += 32 * kEach)
+        cute::prefetch(p.main.slots.row(row) + at);
+}
+
 // Pages of token-major records, with a division that is a multiplication.
 struct Places {
     const uint8_t* data;
@@ -124,183 +136,136 @@ inline int32_t splits_of(const AttendParams& p, int64_t places, int64_t partial_
     return splits > 1 ? static_cast<int32_t>(splits) : 1;
 }
 
-// Records on their way into one warp.
-template <int kHeads>
-struct Ring {
-    uint8_t slots[kSlots<kHeads>][kWarpRecords][kSlotBytes];  // chunks of 16 bytes, swizzled
-    uint8_t scales[kScaleSets][kWarpRecords][kScaleBytes];
-    uint32_t present[kScaleSets];  // of a tile, bits r and r + 16: the warp's record r is there
-    uint32_t padding;
-};
+using Barrier = cutlass::arch::ClusterBarrier;
+using CopyBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-template <int kHeads>
-struct Shared {
-    static constexpr int kGroups = few_heads::kGroups<kHeads>;
-
-    // BF16 values * 2^-8: [panel][record][dim], swizzled; after the last tile the output rows.
-    uint8_t kv[kGroups][kPanels][kTile][kPanelRowBytes];
-    uint8_t q[kPanels][kHeads][kPanelRowBytes];  // [panel][head][dim], paired dims, swizzled
-    uint8_t p[kGroups][kHeads][kPanelRowBytes];  // [head][record], swizzled
-    Ring<kHeads> rings[kGroups][kWarps];
-    float reduce[kGroups][kWarps][kHeads];
-    float group_max[kGroups][kHeads];  // of a warpgroup's tiles
-    float weight[kGroups][kHeads];     // of its sums in those of all tiles
-    float max[kHeads], sum[kHeads];    // of all tiles
-    float sink[kHeads];
-    float factor[kHeads];  // from sums to outputs
-    Tiles tiles;           // here, as registers are scarce
-    bool last;
-};
-
-// ---- Products. A thread's values of head columns: column 2 j + e is head 8 j + 2 t + e.
-
+// A thread's values of head columns: column 2 j + e is head 8 j + 2 t + e.
 template <int kHeads>
 inline constexpr int kColumns = kHeads / 4;
 template <int kHeads>
 inline constexpr int kFragment = kHeads / 2;  // [8 j][row][e]
 
 template <int kHeads>
-struct Atoms;
-#define FCSA_FEW_HEADS_ATOMS(n)                                                                \
-    template <>                                                                                \
-    struct Atoms<n> {                                                                          \
-        using Logits =                                                                         \
-            detail::gmma::MMA_64x##n##x16_F32BF16BF16_RS<detail::Major::K, detail::Major::K>;  \
-        using Values =                                                                         \
-            detail::gmma::MMA_64x##n##x16_F32BF16BF16_SS<detail::Major::MN, detail::Major::K>; \
-    };
-FCSA_FEW_HEADS_ATOMS(8)
-FCSA_FEW_HEADS_ATOMS(16)
-FCSA_FEW_HEADS_ATOMS(32)
-#undef FCSA_FEW_HEADS_ATOMS
+struct Shared {
+    static constexpr int kSlots = few_heads::kSlots<kHeads>;
+    static constexpr int kQueries = few_heads::kQueries<kHeads>;
 
-// logits [64 records, heads] += a [64, 16 dims] . q [heads, 16 dims]^T.
-template <int kHeads>
-__device__ __forceinline__ void multiply_logits(const FragmentA& a, uint64_t q,
-                                                float (&d)[kFragment<kHeads>]) {
-    detail::multiply<typename Atoms<kHeads>::Logits>(a, q, d, true,
-                                                     std::make_index_sequence<kFragment<kHeads>>{});
-}
+    uint8_t kv[kTiles][kPanels][kTile][kPanelRowBytes];    // BF16 values * 2^-8, swizzled
+    uint8_t q[kQueries][kPanels][kHeads][kPanelRowBytes];  // [panel][head][dim], swizzled
+    uint8_t p[kTiles][kHeads][kPanelRowBytes];             // [head][record], swizzled
+    float4 logits[kConvertGroups][kFragment<kHeads> / 4][kGroupThreads];  // over half of the dims
+    uint8_t slots[kWarps][kSlots][kSlotBytes];
+    float reduce[kWarps][kHeads];
+    float keep[kTiles][kHeads];  // what older sums are worth where `over` is set
+    float max[kHeads], sum[kHeads];
+    float factor[kHeads];                       // from sums to outputs
+    uint32_t present[kPresentSets][kWarps];     // bits r and r + 16: the warp's record r is there
+    uint32_t over[kTiles];                      // a byte a warp: a logit is far above its base
+    int32_t tiles[kQueries], window[kQueries];  // of a row, and how many of them are window
+    bool last;
+    CopyBarrier slot_full[kWarps][kSlots];
+    Barrier slot_empty[kWarps][kSlots];
+    Barrier tile_full[kTiles], tile_empty[kTiles];
+    Barrier weights_full[kTiles];
+    Barrier logits_empty;
+    Barrier totals_full, totals_empty;
+    Barrier row_full[kQueries], row_empty[kQueries];
+};
 
-// out [64 dims, heads] += kv [16 records, 64 dims]^T . p [heads, 16 records]^T.
-template <int kHeads>
-__device__ __forceinline__ void multiply_values(uint64_t kv, uint64_t p,
-                                                float (&d)[kFragment<kHeads>]) {
-    detail::multiply<typename Atoms<kHeads>::Values>(kv, p, d, true,
-                                                     std::make_index_sequence<kFragment<kHeads>>{});
-}
+// The next of kCount places that are used in turns, and the parity of its barrier.
+template <int kCount>
+struct Turn {
+    int at = 0;
+    uint32_t parity = 0;
 
-// ---- The query
-
-// A thread's share of the heads of a row: a unit of 8 dims of every few heads.
-template <int kHeads>
-struct QueryPart {
-    static constexpr int kUnits = kHeadDim / 8;  // of a head
-    static constexpr int kEach = kThreads<kHeads> / kUnits;
-    static constexpr int kCount = kHeads / kEach;
-    uint4 units[kCount];
-
-    __device__ __forceinline__ void load(const AttendParams& p, int64_t row) {
-        const int first = threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
-        const uint16_t* from = p.q.at(row, first) + 8 * unit;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            units[i] = make_uint4(0, 0, 0, 0);
-            if (first + kEach * i < p.heads) units[i] = __ldg(reinterpret_cast<const uint4*>(from));
-            from += kEach * p.q.head_stride;
-        }
-    }
-
-    // Puts them into shared memory: chunk 4 j + r of a panel holds, for t = 0..3, dim
-    // 16 t + 8 j + r and the fourth after it.
-    __device__ __forceinline__ void store(Shared<kHeads>& shared) const {
-        const int first = threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
-        const int t = unit % 8 / 2, j = unit % 2;
-        uint8_t* to = shared.q[unit / 8][0] + 4 * t;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const uint4 pairs = paired_order(units[i]);
-            const uint32_t words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
-#pragma unroll
-            for (int r = 0; r < 4; ++r)
-                *reinterpret_cast<uint32_t*>(to + panel_offset(first + kEach * i, 4 * j + r)) =
-                    words[r];
+    __device__ __forceinline__ void next() {
+        if (++at == kCount) {
+            at = 0;
+            parity ^= 1;
         }
     }
 };
 
-// Asks for a row's lists before their lengths are known, for which their loads wait.
-__device__ __forceinline__ void prefetch_lists(const AttendParams& p, int64_t row) {
-    const int column = threadIdx.x * (128 / sizeof(int32_t));
-    if (column < p.window.columns && p.window.slots)
-        cute::prefetch(p.window.slots.row(row) + column);
-    if (column < p.main.columns && p.main.slots) cute::prefetch(p.main.slots.row(row) + column);
-}
+struct Plan {
+    int32_t splits;
+    int32_t items;  // runs of tiles of all rows
+    Places main, window;
+};
 
-template <int kHeads>
-__device__ __forceinline__ void load_sink(const AttendParams& p, Shared<kHeads>& shared) {
-    const int head = threadIdx.x;
-    if (head < kHeads)
-        shared.sink[head] = p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
-}
+// The `piece`-th run of a row's tiles.
+struct Run {
+    Tiles tiles{};
+    int32_t begin = 0, end = 0;
 
-// Byte offset of a unit of 8 dims of an output row: of every four heads whose units are written
-// at once two go to other banks.
-__device__ __forceinline__ int out_offset(int head, int unit) {
-    return head * kHeadDim * 2 + ((unit ^ (head / 2 % 2)) * kUnitBytes);
-}
+    __device__ __forceinline__ void start(const AttendParams& p, const Plan& plan, int32_t item) {
+        const int32_t piece = item % plan.splits;
+        tiles.start(p, item / plan.splits);
+        begin = static_cast<int32_t>(int64_t{tiles.count} * piece / plan.splits);
+        end = static_cast<int32_t>(int64_t{tiles.count} * (piece + 1) / plan.splits);
+    }
+};
 
 // ---- Records
 
-// Chunk c of a record in a slot lies at c ^ this: of eight rows that are read at once, the four of
-// MainFp4 and the two of WindowFp8 that share a phase lie in different banks.
-__device__ __forceinline__ int slot_swizzle(int row) { return row % 2 * 4 + row / 2 % 2 * 2; }
-
-// How a lane reads its 16 dims of a panel from a slot and makes values of them.
+// Where record i of a warp lies in its slots, and how a lane reads its 32 dims of a span and makes
+// values of 8 of them.
 template <RecordId kId>
 struct Reader;
 
 template <>
 struct Reader<RecordId::MainFp4> {
-    using Codes = uint2;
-    static constexpr int kSlotPanels = 4;
-    static_assert(record(RecordId::MainFp4).group == 16, "a lane's share of a panel");
+    static constexpr Record kRecord = record(RecordId::MainFp4);
+    static constexpr int kSlots = 1, kEach = 16;  // records of a slot
+    static_assert(kRecord.group == 16, "two in a lane's share of a span");
+    struct Codes {
+        uint4 words;
+        uint32_t scales;
+    };
+    using Factors = uint2;
 
-    static __device__ __forceinline__ Codes codes(const uint8_t* slot, int panel, int row, int t) {
-        const int chunk = (panel % kSlotPanels * 2 + t / 2) ^ slot_swizzle(row);
-        return *reinterpret_cast<const uint2*>(slot + row * kSlotBytes + chunk * 16 + t % 2 * 8);
+    // 64 bytes of records 2 i and 2 i + 1 are read at once: in different banks.
+    static __device__ __forceinline__ int place(int i) {
+        return i / 2 * kRecord.bytes() + i % 2 * (8 * kRecord.bytes() + 64);
     }
-    static __device__ __forceinline__ uint32_t scale(const uint8_t* scales, int panel, int t) {
-        return scales[4 * panel + t];
+    static __device__ __forceinline__ Codes read(const uint8_t* at, int span, int t) {
+        return {*reinterpret_cast<const uint4*>(at + 64 * span + 16 * t),
+                *reinterpret_cast<const uint16_t*>(at + kRecord.data_bytes + 8 * span + 2 * t)};
     }
-    static __device__ __forceinline__ uint32_t factor(uint32_t scale) {
-        return e4m3_factors(scale).x;
+    static __device__ __forceinline__ Factors factors(const Codes& codes) {
+        return e4m3_factors(codes.scales);
     }
-    static __device__ __forceinline__ uint4 values(Codes codes, int unit, uint32_t factor) {
-        uint32_t word = unit == 0 ? codes.x : codes.y;
+    static __device__ __forceinline__ uint4 values(const Codes& codes, const Factors& factors,
+                                                   int unit) {
+        const uint32_t words[] = {codes.words.x, codes.words.y, codes.words.z, codes.words.w};
+        uint32_t word = words[unit];
         cute::warpgroup_fence_operand(word);
-        return e2m1_paired(word, factor);
+        return e2m1_paired(word, unit < 2 ? factors.x : factors.y);
     }
 };
 
 template <>
 struct Reader<RecordId::WindowFp8> {
-    using Codes = uint4;
-    static constexpr int kSlotPanels = 2;
-    static_assert(record(RecordId::WindowFp8).group == 32, "two lanes' share of a panel");
+    static constexpr Record kRecord = record(RecordId::WindowFp8);
+    static constexpr int kSlots = 2, kEach = 8;
+    static_assert(kRecord.group == 32, "a lane's share of a span");
+    struct Codes {
+        uint4 words[2];
+        uint32_t scale;
+    };
+    using Factors = uint32_t;
 
-    static __device__ __forceinline__ Codes codes(const uint8_t* slot, int panel, int row, int t) {
-        const int chunk = (panel % kSlotPanels * 4 + t) ^ slot_swizzle(row);
-        return *reinterpret_cast<const uint4*>(slot + row * kSlotBytes + chunk * 16);
+    // Every second 16 bytes of records 2 i and 2 i + 1 are read at once: 33 * 16 bytes apart.
+    static __device__ __forceinline__ int place(int i) { return i * kRecord.bytes(); }
+    static __device__ __forceinline__ Codes read(const uint8_t* at, int span, int t) {
+        const auto* from = reinterpret_cast<const uint4*>(at + kSpan * span + 32 * t);
+        return {{from[0], from[1]}, at[kRecord.data_bytes + 4 * span + t]};
     }
-    static __device__ __forceinline__ uint32_t scale(const uint8_t* scales, int panel, int t) {
-        return scales[2 * panel + t / 2];
+    static __device__ __forceinline__ Factors factors(const Codes& codes) {
+        return ue8m0_factor(codes.scale);
     }
-    static __device__ __forceinline__ uint32_t factor(uint32_t scale) {
-        return ue8m0_factor(scale);
-    }
-    static __device__ __forceinline__ uint4 values(Codes codes, int unit, uint32_t factor) {
-        uint32_t low = unit == 0 ? codes.x : codes.z, high = unit == 0 ? codes.y : codes.w;
+    static __device__ __forceinline__ uint4 values(const Codes& codes, Factors factor, int unit) {
+        const uint4 words = codes.words[unit / 2];
+        uint32_t low = unit % 2 == 0 ? words.x : words.z, high = unit % 2 == 0 ? words.y : words.w;
         cute::warpgroup_fence_operand(low);
         cute::warpgroup_fence_operand(high);
         return e4m3_paired(low, high, factor);

@@ -17,9 +17,6 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& plan, int 
 // The same for at most 32 heads and the records that takes_few_heads names, unpadded.
 bool takes_few_heads(const AttendParams& p);
 cudaError_t attend_few_heads(const AttendParams& p, int num_sms, cudaStream_t stream);
-// Those of at most 8 heads and many rows, or of any batch that may not change a row's bits.
-bool takes_eight_heads(const AttendParams& p);
-cudaError_t attend_eight_heads(const AttendParams& p, int num_sms, cudaStream_t stream);
 // Rows that do not fill the SMs, in clusters, of bounded lists of the same records.
 bool takes_few_rows(const AttendParams& p, int num_sms);
 cudaError_t attend_few_rows(const AttendParams& p, int num_sms, cudaStream_t stream);

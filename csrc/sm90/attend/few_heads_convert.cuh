@@ -1,0 +1,174 @@
+// Part of few_heads.cu: the warpgroups that convert records and multiply them with the query.
+#pragma once
+
+#include <cute/arch/copy_sm90.hpp>
+
+#include "sm90/attend/few_heads.cuh"
+
+namespace flash_csa::sm90::few_heads {
+
+template <int kHeads>
+struct Atoms;
+#define FCSA_FEW_HEADS_ATOMS(n)                                                               \
+    template <>                                                                               \
+    struct Atoms<n> {                                                                         \
+        using Logits =                                                                        \
+            detail::gmma::MMA_64x##n##x16_F32BF16BF16_RS<detail::Major::K, detail::Major::K>; \
+    };
+FCSA_FEW_HEADS_ATOMS(8)
+FCSA_FEW_HEADS_ATOMS(16)
+FCSA_FEW_HEADS_ATOMS(32)
+#undef FCSA_FEW_HEADS_ATOMS
+
+// logits [64 records, heads] += a [64, 16 dims] . q [heads, 16 dims]^T.
+template <int kHeads>
+__device__ __forceinline__ void multiply_logits(const FragmentA& a, uint64_t q,
+                                                float (&d)[kFragment<kHeads>]) {
+    detail::multiply<typename Atoms<kHeads>::Logits>(a, q, d, true,
+                                                     std::make_index_sequence<kFragment<kHeads>>{});
+}
+
+// One thread's state.
+template <int kHeads>
+struct Converter {
+    static constexpr int kFrag = kFragment<kHeads>;
+    using Shared = few_heads::Shared<kHeads>;
+    Shared& shared;
+    const int group, warp, lane;
+    Turn<kSlots<kHeads>> slot;
+    Turn<kTiles> tile;
+    Turn<kQueries<kHeads>> query_at;
+    uint32_t logits_parity = 1;
+
+    __device__ __forceinline__ void work(int32_t items) {
+        for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
+            shared.row_full[query_at.at].wait(query_at.parity);
+            const int32_t tiles = shared.tiles[query_at.at], window = shared.window[query_at.at];
+            for (int32_t k = 0; k < tiles; ++k) {
+                if (k < window)
+                    convert<RecordId::WindowFp8>();
+                else
+                    convert<RecordId::MainFp4>();
+            }
+            __syncwarp();
+            if (lane == 0) shared.row_empty[query_at.at].arrive();
+            query_at.next();
+        }
+    }
+
+    // A lane's codes of a span, of records g and g + 8 of the warp's.
+    template <class Read>
+    struct Span {
+        typename Read::Codes codes[2];
+    };
+
+    template <RecordId kId>
+    __device__ __forceinline__ void convert() {
+        using Read = Reader<kId>;
+        const int g = lane / 4, t = lane % 4;
+        const uint8_t* at[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (i < Read::kSlots) {
+                if (i > 0) slot.next();
+                shared.slot_full[warp][slot.at].wait(slot.parity);
+            }
+            at[i] = shared.slots[warp][slot.at] + Read::place(i < Read::kSlots ? g : g + 8);
+        }
+        const auto read = [&](int s) {
+            return Span<Read>{Read::read(at[0], kSpans * group + s, t),
+                              Read::read(at[1], kSpans * group + s, t)};
+        };
+        float logits[kFrag];
+#pragma unroll
+        for (float& x : logits) x = 0.f;
+        if constexpr (Read::kSlots == 1) {
+            const Span<Read> low = read(0), high = read(1);
+            release_slots<Read>();
+            shared.tile_empty[tile.at].wait(tile.parity ^ 1);
+            convert_span(low, 0, logits);
+            convert_span(high, 1, logits);
+        } else {
+            shared.tile_empty[tile.at].wait(tile.parity ^ 1);
+#pragma unroll 1  // rarer, and longer: the instruction cache
+            for (int s = 0; s < kSpans; ++s) {
+                const Span<Read> span = read(s);
+                if (s == kSpans - 1) release_slots<Read>();
+                convert_span(span, s, logits);
+            }
+        }
+        cute::warpgroup_wait<0>();
+        fence_registers(logits);
+        hand_over(logits);
+    }
+
+    // Gives back the slots of the tile that was read.
+    template <class Read>
+    __device__ __forceinline__ void release_slots() {
+        __syncwarp();
+        if (lane == 0) {
+            shared.slot_empty[warp][slot.at].arrive();
+            if (Read::kSlots > 1)
+                shared.slot_empty[warp][slot.at == 0 ? kSlots<kHeads> - 1 : slot.at - 1].arrive();
+        }
+        slot.next();
+    }
+
+    // Converts span s of this group's and multiplies it with the query.
+    template <class Read>
+    __device__ __forceinline__ void convert_span(const Span<Read>& span, int s,
+                                                 float (&logits)[kFrag]) {
+        // Of a fragment's four 8 x 8 blocks (record, dim) this lane addresses row lane % 8 of
+        // block lane / 8: records from 0 or 8 on, half 0 or 1 of the step.
+        uint8_t* to = shared.kv[tile.at][4 * group + lane / 16][kWarpRecords * warp + lane % 16];
+        constexpr int kQueryPanel = static_cast<int>(sizeof shared.q[0][0]);
+        const uint64_t q =
+            advance(k_major(shared.q[query_at.at]), 2 * (kSpans * group + s) * kQueryPanel);
+        const typename Read::Factors factors[2] = {Read::factors(span.codes[0]),
+                                                   Read::factors(span.codes[1])};
+        FragmentA a[2][4];  // of two panels of the query: one is read while the other is made
+#pragma unroll
+        for (int panel = 0; panel < 2; ++panel) {
+            // Values are made after the wait (Reader::values has a fence for the compiler): the
+            // products of two panels ago read the registers that they go to.
+            cute::warpgroup_wait<1>();
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+                const int u = 2 * panel + v, chunk = 4 * s + u;
+                const uint4 x = Read::values(span.codes[0], factors[0], u);
+                const uint4 y = Read::values(span.codes[1], factors[1], u);
+                const uint32_t words[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) a[panel][2 * v + h][i] = words[h][i];
+                    cute::SM90_U32x4_STSM_N::copy(
+                        words[h][0], words[h][1], words[h][2], words[h][3],
+                        *reinterpret_cast<cute::uint128_t*>(to + 2 * h * kPanelBytes +
+                                                            ((chunk ^ lane % 8) << 4)));
+                }
+            }
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                multiply_logits<kHeads>(a[panel][i], advance(q, panel * kQueryPanel + 32 * i),
+                                        logits);
+            cute::warpgroup_commit_batch();
+        }
+    }
+
+    // Gives the tile and its logits to the values.
+    __device__ __forceinline__ void hand_over(const float (&logits)[kFrag]) {
+        shared.logits_empty.wait(logits_parity);
+        logits_parity ^= 1;
+#pragma unroll
+        for (int i = 0; i < kFrag / 4; ++i)
+            shared.logits[group][i][32 * warp + lane] =
+                make_float4(logits[4 * i], logits[4 * i + 1], logits[4 * i + 2], logits[4 * i + 3]);
+        __syncwarp();
+        if (lane == 0) shared.tile_full[tile.at].arrive();
+        tile.next();
+    }
+};
+
+}  // namespace flash_csa::sm90::few_heads

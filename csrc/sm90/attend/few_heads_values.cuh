@@ -1,0 +1,445 @@
+// Part of few_heads.cu: the warpgroups that weigh and add values, and write the output.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/mma_sm80.hpp>
+
+#include "sm90/attend/few_heads.cuh"
+#include "sm90/attend/output.cuh"
+#include "sm90/common/exp2.cuh"
+
+namespace flash_csa::sm90::few_heads {
+
+// d [16, 8] += a [16, 16] . b [8, 16]^T.
+__device__ __forceinline__ void multiply_step(const FragmentA& a, uint32_t b0, uint32_t b1,
+                                              float* d) {
+    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0,
+                                              b1, d[0], d[1], d[2], d[3]);
+}
+
+__device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t& a, uint32_t& b) {
+    cute::SM75_U32x2_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), a, b);
+}
+__device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t& a, uint32_t& b,
+                                              uint32_t& c, uint32_t& d) {
+    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), a, b, c, d);
+}
+__device__ __forceinline__ void load_transposed(const uint8_t* from, uint32_t (&to)[4]) {
+    cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), to[0], to[1],
+                                  to[2], to[3]);
+}
+
+// A partial result in the workspace: out^T fragments as the threads hold them, then maxima, sums.
+template <int kHeads>
+struct Partial {
+    float4 out[kPanels * kFragment<kHeads> / 4][kGroupThreads];
+    float max[kHeads];
+    float sum[kHeads];
+};
+
+// A maximum may lag behind by this much (log2): weights up to 2^8 lose no precision, and `out` is
+// seldom rescaled.
+inline constexpr float kSlack = 8.f;
+// A base before any record: every logit is above it by more than that.
+inline constexpr float kNone = -0x1p100f;
+
+// Waits for the next run; its tiles.
+template <int kHeads>
+__device__ __forceinline__ int32_t next_run(Shared<kHeads>& shared, Turn<kQueries<kHeads>>& at,
+                                            int lane) {
+    shared.row_full[at.at].wait(at.parity);
+    const int32_t tiles = shared.tiles[at.at];
+    __syncwarp();
+    if (lane == 0) shared.row_empty[at.at].arrive();
+    at.next();
+    return tiles;
+}
+
+// The softmax, one thread's state.
+template <int kHeads>
+struct Weigher {
+    static constexpr int kCols = kColumns<kHeads>;
+    static constexpr int kFrag = kFragment<kHeads>;
+    using Shared = few_heads::Shared<kHeads>;
+
+    Shared& shared;
+    const float scale;  // to logits in base 2
+    const int warp, lane;
+    const int g = lane / 4, t = lane % 4;
+    Turn<kTiles> tile;
+    Turn<kQueries<kHeads>> query_at;
+    uint32_t totals_parity = 1;
+    int present_set = 0;
+    float base[kCols];  // log2 of what weights are relative to
+    float sum[kCols];   // of this thread's records
+
+    __device__ __forceinline__ void sync() const {
+        cutlass::arch::NamedBarrier::sync(kGroupThreads, 0);
+    }
+    __device__ __forceinline__ int head_of(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
+
+    __device__ __forceinline__ void work(int32_t items) {
+        for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
+            const int32_t tiles = next_run(shared, query_at, lane);
+#pragma unroll
+            for (int c = 0; c < kCols; ++c) {
+                base[c] = kNone;
+                sum[c] = 0.f;
+            }
+            for (int32_t i = 0; i < tiles; ++i) {
+                float logits[kFrag];
+                read_logits(logits);
+                weigh(logits);
+                __syncwarp();
+                if (lane == 0) shared.weights_full[tile.at].arrive();
+                tile.next();
+            }
+            put_totals();
+        }
+    }
+
+    __device__ __forceinline__ void read_logits(float (&logits)[kFrag]) {
+        shared.tile_full[tile.at].wait(tile.parity);
+#pragma unroll
+        for (int i = 0; i < kFrag / 4; ++i) {
+            const float4 a = shared.logits[0][i][32 * warp + lane];
+            const float4 b = shared.logits[1][i][32 * warp + lane];
+            logits[4 * i] = a.x + b.x;
+            logits[4 * i + 1] = a.y + b.y;
+            logits[4 * i + 2] = a.z + b.z;
+            logits[4 * i + 3] = a.w + b.w;
+        }
+        const uint32_t there = shared.present[present_set][warp];
+        present_set = (present_set + 1) % kPresentSets;
+        __syncwarp();
+        if (lane == 0) shared.logits_empty.arrive();
+        if (there == kAllLanes) return;
+#pragma unroll
+        for (int i = 0; i < kFrag; ++i)
+            if ((there >> (g + i / 2 % 2 * 8) & 1) == 0) logits[i] = -INFINITY;
+    }
+
+    // Logits -> weights in shared memory, on the bases as they are; where a logit of any warp is
+    // far above its base, again on higher ones.
+    __device__ __forceinline__ void weigh(const float (&logits)[kFrag]) {
+        float x[kFrag];
+        bool over = false;
+#pragma unroll
+        for (int i = 0; i < kFrag; ++i) {
+            x[i] = fmaf(logits[i], scale, -base[i / 4 * 2 + i % 2]);
+            over |= x[i] > kSlack;
+            x[i] = exp2_approx(x[i]);
+        }
+        store_weights(x);
+        over = __any_sync(kAllLanes, over);
+        if (lane == 0) reinterpret_cast<uint8_t*>(&shared.over[tile.at])[warp] = over;
+        sync();
+        if (shared.over[tile.at] != 0) raise(logits, x);
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) sum[c] += x[c / 2 * 4 + c % 2] + x[c / 2 * 4 + c % 2 + 2];
+    }
+
+    // Raises the bases of heads that have grown by much to the largest logit.
+    __device__ __forceinline__ void raise(const float (&logits)[kFrag], float (&x)[kFrag]) {
+        store_maxima(logits);
+        sync();
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+            const int head = head_of(c);
+            float top = shared.reduce[0][head];
+#pragma unroll
+            for (int w = 1; w < kWarps; ++w) top = fmaxf(top, shared.reduce[w][head]);
+            top *= scale;
+            float keep = 1.f;
+            if (top - base[c] > kSlack) {
+                keep = exp2_approx(base[c] - top);
+                base[c] = top;
+            }
+            sum[c] *= keep;
+            if (warp == 0 && g == 0) shared.keep[tile.at][head] = keep;
+        }
+#pragma unroll
+        for (int i = 0; i < kFrag; ++i)
+            x[i] = exp2_approx(fmaf(logits[i], scale, -base[i / 4 * 2 + i % 2]));
+        store_weights(x);
+        sync();
+    }
+
+    // The largest logit of each head over the warp's records. While there is more than one column
+    // a lane hands half of them to its partner and takes the other half.
+    __device__ __forceinline__ void store_maxima(const float (&logits)[kFrag]) {
+        float largest[kCols];
+#pragma unroll
+        for (int c = 0; c < kCols; ++c)
+            largest[c] = fmaxf(logits[c / 2 * 4 + c % 2], logits[c / 2 * 4 + c % 2 + 2]);
+        int column = 0;
+#pragma unroll
+        for (int bit = 16, count = kCols; bit >= 4; bit /= 2) {
+            const bool upper = (lane & bit) != 0;
+            if (count == 1) {
+                largest[0] = fmaxf(largest[0], __shfl_xor_sync(kAllLanes, largest[0], bit));
+                continue;
+            }
+            count /= 2;
+            if (upper) column += count;
+#pragma unroll
+            for (int c = 0; c < kCols / 2; ++c) {
+                if (c >= count) break;
+                const float mine = upper ? largest[c + count] : largest[c];
+                const float other = upper ? largest[c] : largest[c + count];
+                largest[c] = fmaxf(mine, __shfl_xor_sync(kAllLanes, other, bit));
+            }
+        }
+        shared.reduce[warp][head_of(column)] = largest[0];
+    }
+
+    // Two 8 x 8 blocks of [record][head] per 8 heads, transposed on the way.
+    __device__ __forceinline__ void store_weights(const float (&weights)[kFrag]) {
+        uint8_t* to = shared.p[tile.at][0] + panel_offset(lane % 8, 2 * warp + lane / 8 % 2);
+#pragma unroll
+        for (int j = 0; j < kHeads / 8; ++j)
+            cute::SM90_U16x4_STSM_T::copy(
+                pack_bf16(weights[4 * j], weights[4 * j + 1]),
+                pack_bf16(weights[4 * j + 2], weights[4 * j + 3]),
+                *reinterpret_cast<cute::uint128_t*>(to + j * 8 * kPanelRowBytes));
+    }
+
+    // Maxima and sums of a run.
+    __device__ __forceinline__ void put_totals() {
+        if (warp == 0) shared.totals_empty.wait(totals_parity);
+        totals_parity ^= 1;
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+#pragma unroll
+            for (int h = 4; h < 32; h *= 2) sum[c] += __shfl_xor_sync(kAllLanes, sum[c], h);
+            if (g > 0) continue;
+            shared.reduce[warp][head_of(c)] = sum[c];
+            if (warp == 0) shared.max[head_of(c)] = base[c] == kNone ? -INFINITY : base[c];
+        }
+        sync();
+        if (warp > 0) return;
+        if (lane < kHeads) {
+            float total = 0.f;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) total += shared.reduce[w][lane];
+            shared.sum[lane] = total;
+        }
+        __syncwarp();
+        if (lane == 0) shared.totals_full.arrive();
+    }
+};
+
+// The second product and the output, one thread's state.
+template <int kHeads>
+struct Adder {
+    static constexpr int kCols = kColumns<kHeads>;
+    static constexpr int kFrag = kFragment<kHeads>;
+    using Shared = few_heads::Shared<kHeads>;
+
+    const AttendParams& p;
+    const Plan& plan;
+    Shared& shared;
+    const int warp, lane;
+    const int thread = 32 * warp + lane;
+    const int g = lane / 4, t = lane % 4;
+    const float sink = p.sink != nullptr && thread < p.heads ? p.sink[thread] : -INFINITY;
+    Turn<kTiles> tile;
+    Turn<kQueries<kHeads>> query_at;
+    uint32_t totals_parity = 0;
+    float out[kPanels][kFrag];
+
+    __device__ __forceinline__ void sync() const {
+        cutlass::arch::NamedBarrier::sync(kGroupThreads, 1);
+    }
+    __device__ __forceinline__ int head_of(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
+
+    __device__ __forceinline__ void work() {
+        for (int32_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
+            const int32_t tiles = next_run(shared, query_at, lane);
+            clear();
+            for (int32_t i = 0; i < tiles; ++i) {
+                shared.weights_full[tile.at].wait(tile.parity);
+                if (shared.over[tile.at] != 0) rescale();
+                add_tile();
+                __syncwarp();
+                if (lane == 0) shared.tile_empty[tile.at].arrive();
+                tile.next();
+            }
+            shared.totals_full.wait(totals_parity);
+            totals_parity ^= 1;
+            end_run(item);
+            __syncwarp();
+            if (lane == 0) shared.totals_empty.arrive();
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < kPanels * kFrag; ++i) out[i / kFrag][i % kFrag] = 0.f;
+    }
+
+    __device__ __forceinline__ void rescale() {
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+            const float keep = shared.keep[tile.at][head_of(c)];
+#pragma unroll
+            for (int i = 0; i < 2 * kPanels; ++i) out[i / 2][c / 2 * 4 + i % 2 * 2 + c % 2] *= keep;
+        }
+    }
+
+    // A warp takes 16 dims of every panel, chunks 2 w and 2 w + 1.
+    __device__ __forceinline__ void add_tile() {
+        const int record = lane / 16 * 8 + lane % 8;
+        const uint8_t* kv =
+            shared.kv[tile.at][0][0] + panel_offset(record, 2 * warp + lane / 8 % 2);
+#pragma unroll
+        for (int k = 0; k < kTile / 16; ++k) {
+            uint32_t b[kHeads / 8][2];
+            load_weights(k, b);
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel) {
+                FragmentA a;
+                load_transposed(kv + panel * kPanelBytes + 16 * k * kPanelRowBytes, a);
+#pragma unroll
+                for (int j = 0; j < kHeads / 8; ++j)
+                    multiply_step(a, b[j][0], b[j][1], out[panel] + 4 * j);
+            }
+        }
+    }
+
+    // The weights of 16 records as B fragments.
+    __device__ __forceinline__ void load_weights(int k, uint32_t (&b)[kHeads / 8][2]) const {
+        const uint8_t* from = shared.p[tile.at][0] + lane % 8 * kPanelRowBytes +
+                              (((2 * k + lane / 8 % 2) ^ lane % 8) << 4);
+        if constexpr (kHeads == 8) {
+            load_matrices(from, b[0][0], b[0][1]);
+        } else {
+            from += lane / 16 * 8 * kPanelRowBytes;
+#pragma unroll
+            for (int j = 0; j < kHeads / 8; j += 2)
+                load_matrices(from + j * 8 * kPanelRowBytes, b[j][0], b[j][1], b[j + 1][0],
+                              b[j + 1][1]);
+        }
+    }
+
+    // The output, or a part of it for the CTA that comes last.
+    __device__ __forceinline__ void end_run(int32_t item) {
+        const int64_t row = item / plan.splits;
+        if (plan.splits > 1 && !merge_partials(row, item % plan.splits)) return;
+        finish(row);
+    }
+
+    __device__ __forceinline__ void store_partial(Partial<kHeads>& to) const {
+        const float* values = out[0];
+#pragma unroll
+        for (int i = 0; i < kPanels * kFrag / 4; ++i)
+            to.out[i][thread] =
+                make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
+        if (thread >= kHeads) return;
+        to.max[thread] = shared.max[thread];
+        to.sum[thread] = shared.sum[thread];
+    }
+
+    // True in the CTA that comes last of a row's; it then has the row's totals.
+    __device__ __forceinline__ bool merge_partials(int64_t row, int32_t piece) {
+        auto* counters = reinterpret_cast<unsigned*>(p.workspace.data);
+        auto* partials =
+            reinterpret_cast<Partial<kHeads>*>(p.workspace.data + kSyncBytes) + row * plan.splits;
+        store_partial(partials[piece]);
+        __threadfence();
+        sync();
+        if (thread == 0) {
+            shared.last = atomicAdd(&counters[row], 1u) == static_cast<unsigned>(plan.splits) - 1;
+            if (shared.last) counters[row] = 0;
+        }
+        sync();
+        if (!shared.last) return false;
+        __threadfence();
+        if (thread < kHeads) {
+            float top = -INFINITY, total = 0.f;
+            for (int i = 0; i < plan.splits; ++i)
+                top = fmaxf(top, __ldcg(&partials[i].max[thread]));
+            const float origin = top == -INFINITY ? 0.f : top;
+            for (int i = 0; i < plan.splits; ++i)
+                total += exp2_approx(__ldcg(&partials[i].max[thread]) - origin) *
+                         __ldcg(&partials[i].sum[thread]);
+            shared.max[thread] = top;
+            shared.sum[thread] = total;
+        }
+        sync();
+        clear();
+        for (int i = 0; i < plan.splits; ++i) add_partial(partials[i]);
+        return true;
+    }
+
+    __device__ __forceinline__ void add_partial(const Partial<kHeads>& part) {
+        float weight[kCols];
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+            const float top = shared.max[head_of(c)];
+            weight[c] = exp2_approx(__ldcg(&part.max[head_of(c)]) - (top == -INFINITY ? 0.f : top));
+        }
+        float* values = out[0];
+#pragma unroll
+        for (int k = 0; k < kPanels * kFrag / 4; ++k) {
+            const float4 x = __ldcg(&part.out[k][thread]);
+            const int c = 4 * k % kFrag / 4 * 2;
+            values[4 * k] = fmaf(weight[c], x.x, values[4 * k]);
+            values[4 * k + 1] = fmaf(weight[c + 1], x.y, values[4 * k + 1]);
+            values[4 * k + 2] = fmaf(weight[c], x.z, values[4 * k + 2]);
+            values[4 * k + 3] = fmaf(weight[c + 1], x.w, values[4 * k + 3]);
+        }
+    }
+
+    // Normalises, rotates back, writes. Of each column a thread has 4 dims of two units of 8 in
+    // each half of the dims; the lane of the other parity of g has the rest, and each takes one
+    // unit.
+    __device__ __forceinline__ void finish(int64_t row) {
+        if (thread < kHeads) finish_head(row, thread);
+        sync();
+        const float* cos_sin = derotation(p, row);
+        const bool odd = g % 2 != 0;
+        const int unit = 16 * (warp / 2) + 4 * (g / 2) + 2 * (warp % 2) + g % 2;
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+            const int head = head_of(c);
+            const float factor = shared.factor[head];
+            uint16_t* to = p.out_bf16.at(row, head);
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                uint2 part[2];
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int at = c / 2 * 4 + 2 * r + c % 2;
+                    const auto value = [&](int i) { return out[4 * s + i][at] * factor; };
+                    part[r] =
+                        make_uint2(pack_bf16(value(0), value(1)), pack_bf16(value(2), value(3)));
+                }
+                const uint2 mine = odd ? part[1] : part[0];
+                uint2 other = odd ? part[0] : part[1];
+                other.x = __shfl_xor_sync(kAllLanes, other.x, 4);
+                other.y = __shfl_xor_sync(kAllLanes, other.y, 4);
+                const uint4 x = odd ? make_uint4(other.x, other.y, mine.x, mine.y)
+                                    : make_uint4(mine.x, mine.y, other.x, other.y);
+                if (head >= p.heads) continue;
+                if (s == 0)
+                    store_group(to, unit, x, nullptr);  // no rotated dims
+                else
+                    store_group(to, 32 + unit, x, cos_sin);
+            }
+        }
+    }
+
+    // A row without records gives 0 and +inf.
+    __device__ __forceinline__ void finish_head(int64_t row, int head) {
+        const float top = shared.max[head], total = shared.sum[head];
+        const bool empty = top == -INFINITY && total == 0.f;
+        const float with_sink = total + exp2f(sink * kLog2e - top);
+        shared.factor[head] = empty ? 0.f : kTileFactor / with_sink;
+        if (p.lse && head < p.heads)
+            p.lse.row(row)[head] = empty ? INFINITY : (top + log2f(total)) * kLn2;
+    }
+};
+
+}  // namespace flash_csa::sm90::few_heads
