@@ -23,6 +23,10 @@ struct StoreScores {
     __device__ __forceinline__ void put(int64_t row, int32_t column, float score, bool visible) {
         if (visible) out.row(row)[column] = score;
     }
+    __device__ __forceinline__ void put_four(int64_t row, int32_t column, const float4& scores,
+                                             int32_t visible, bool here) {
+        if (here) store_four(out, row, column, scores, visible);
+    }
 };
 
 }  // namespace

@@ -45,6 +45,18 @@ struct StoreMaxima {
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 16));
         if (column % kPoolBlock == 0) maxima.row(row)[column / kPoolBlock] = best;
     }
+    __device__ __forceinline__ void put_four(int64_t row, int32_t column, const float4& scores,
+                                             int32_t visible, bool here) {
+        float best = bits_float(kNanBits);
+        if (visible > 0) best = scores.x;
+        if (visible > 1) best = fmaxf(best, scores.y);
+        if (visible > 2) best = fmaxf(best, scores.z);
+        if (visible > 3) best = fmaxf(best, scores.w);
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
+        if (!here) return;
+        store_four(out, row, column, scores, visible);
+        if (column % kPoolBlock == 0) maxima.row(row)[column / kPoolBlock] = best;
+    }
 };
 
 // Whether pools are selected from a scan of all entries. docs/reindex.md has the crossover: so many

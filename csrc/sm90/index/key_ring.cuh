@@ -26,8 +26,8 @@ constexpr int32_t kScaleBytes = record(RecordId::IndexFp4).scale_bytes;
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
 struct alignas(16) KeyStage {
-    uint8_t codes[kUnitKeys * kKeyBytes];
-    uint32_t scales[kUnitKeys];
+    // As in pages: the codes of a piece (class Pieces), then its scale words.
+    uint8_t pieces[kUnitKeys * (kKeyBytes + kScaleBytes)];
     // Of keys of a unit that folds: bytes, a group's exponent - the lowest; what is left of the
     // scales of a score, NaN for an entry on no page.
     uint32_t shifts[kUnitKeys];
@@ -38,6 +38,22 @@ struct alignas(16) KeyStage {
     uint32_t unused;
 };
 static_assert(kUnitKeys / 8 == 32);  // bits of `present`
+
+// Where a key of a unit lies in a stage. A piece is a page, or smaller ones that are the keys of a
+// warp in a pass.
+struct Pieces {
+    static constexpr int32_t kLeast = 32;
+    int32_t in_piece;  // bits of a key that say which one of its piece
+
+    __device__ __forceinline__ explicit Pieces(const ConstPages& index)
+        : in_piece(max(index.page_size, kLeast) - 1) {}
+    __device__ __forceinline__ int32_t code_at(int32_t key) const {
+        return kKeyBytes * key + kScaleBytes * (key & ~in_piece);
+    }
+    __device__ __forceinline__ int32_t scale_at(int32_t key) const {
+        return kKeyBytes * ((key | in_piece) + 1) + kScaleBytes * key;
+    }
+};
 
 struct KeyRing {
     KeyStage* stages;  // [num_stages]
@@ -78,18 +94,28 @@ using UnitTurn = Turn<RingPosition>;
 // A lane copies one piece of each unit, codes and scale words: what a page holds of it.
 class Copier {
   public:
-    __device__ explicit Copier(const IndexScoresParams& p) : p_(p) {
+    __device__ explicit Copier(const IndexScoresParams& p) : p_(p), pieces_(p.index) {
         const int32_t size = p.index.page_size;
         page_shift_ = __ffs(size) - 1;
         key_ = static_cast<int32_t>(threadIdx.x % 32) << page_shift_;
         eighths_ = ~0u >> (32 - size / 8) << (key_ / 8 & 31);
     }
 
+    // Column of the lane's first key of a unit.
+    __device__ __forceinline__ int32_t column_of(int32_t unit) const {
+        return unit * kUnitKeys + key_;
+    }
     // The lane's page of a unit; -1 where it copies nothing.
     __device__ __forceinline__ int32_t page_of(const Segment& segment, int32_t unit) const {
-        const int32_t column = unit * kUnitKeys + key_;
+        const int32_t column = column_of(unit);
         if (key_ >= kUnitKeys || column >= segment.count) return -1;
         return __ldg(p_.block_table.row(segment.request) + (column >> page_shift_));
+    }
+    // The same where the request and its length are not known yet: of the first request.
+    __device__ __forceinline__ int32_t first_page_of(int32_t unit) const {
+        const int32_t column = column_of(unit) >> page_shift_;
+        if (key_ >= kUnitKeys || column >= p_.block_table.columns) return -1;
+        return __ldg(p_.block_table.data + column);
     }
 
     __device__ __forceinline__ void copy(int32_t page, const KeyRing& ring,
@@ -113,28 +139,37 @@ class Copier {
 #pragma unroll
             for (int i = 0; i < kFewPieces; ++i) {
                 const int32_t other = __shfl_sync(~0u, copies ? page : -1, i);
-                if (elected && other >= 0) copy_piece(other, i * index.page_size, stage, full);
+                if (elected && other >= 0) copy_page(other, i * index.page_size, stage, full);
             }
         } else if (copies) {
-            copy_piece(page, key_, stage, full);
+            copy_part(page, stage, full);
         }
     }
 
   private:
     static constexpr int kFewPieces = 4;
 
-    // From a page to the keys of the unit from `key` on.
-    __device__ __forceinline__ void copy_piece(int32_t page, int32_t key, KeyStage& stage,
-                                               Barrier& full) const {
+    // A page that is a piece, from key `key` of the unit on.
+    __device__ __forceinline__ void copy_page(int32_t page, int32_t key, KeyStage& stage,
+                                              Barrier& full) const {
+        constexpr int32_t kBytes = kKeyBytes + kScaleBytes;
+        copy_bytes(page, 0, stage.pieces + key * kBytes, p_.index.page_size * kBytes, full);
+    }
+    // A page that is part of a piece.
+    __device__ __forceinline__ void copy_part(int32_t page, KeyStage& stage, Barrier& full) const {
         const int32_t codes = p_.index.page_size * kKeyBytes;
-        const uint8_t* source = p_.index.data + page * p_.index.page_stride;
-        uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
-        using Copy = cute::SM90_BULK_COPY_G2S;
-        Copy::copy(source, barrier, stage.codes + key * kKeyBytes, codes);
-        Copy::copy(source + codes, barrier, stage.scales + key, p_.index.page_size * kScaleBytes);
+        copy_bytes(page, 0, stage.pieces + pieces_.code_at(key_), codes, full);
+        copy_bytes(page, codes, stage.pieces + pieces_.scale_at(key_),
+                   p_.index.page_size * kScaleBytes, full);
+    }
+    __device__ __forceinline__ void copy_bytes(int32_t page, int32_t at, uint8_t* to, int32_t bytes,
+                                               Barrier& full) const {
+        cute::SM90_BULK_COPY_G2S::copy(p_.index.data + page * p_.index.page_stride + at,
+                                       reinterpret_cast<uint64_t*>(&full), to, bytes);
     }
 
     const IndexScoresParams& p_;
+    const Pieces pieces_;
     int32_t key_;  // first of the piece, in the unit; lanes without a piece lie behind it
     int32_t page_shift_;
     uint32_t eighths_;  // bit i: the piece covers keys 8 i .. 8 i + 7
@@ -143,8 +178,9 @@ class Copier {
 // ---- Scales
 
 // One warp; the copies of the unit are on their way. A lane takes four neighbouring keys at a time.
-__device__ __forceinline__ void prepare_scales(const Segment& segment, int32_t unit,
-                                               const KeyRing& ring, const RingPosition& at) {
+__device__ __forceinline__ void prepare_scales(const Pieces& pieces, const Segment& segment,
+                                               int32_t unit, const KeyRing& ring,
+                                               const RingPosition& at) {
     constexpr int kLaneKeys = 4, kSteps = kUnitKeys / (32 * kLaneKeys);
     const int32_t lane = threadIdx.x % 32;
     KeyStage& stage = ring.stages[at.stage];
@@ -156,7 +192,8 @@ __device__ __forceinline__ void prepare_scales(const Segment& segment, int32_t u
     for (int step = 0; step < kSteps; ++step) {
         const int32_t four = 32 * step + lane;
         const bool here = present >> (four / 2) & 1;
-        const uint4 raw = reinterpret_cast<const uint4*>(stage.scales)[four];
+        const uint8_t* source = stage.pieces + pieces.scale_at(kLaneKeys * four);
+        const uint4 raw = *reinterpret_cast<const uint4*>(source);
         uint32_t words[kLaneKeys] = {raw.x, raw.y, raw.z, raw.w};
         float rest[kLaneKeys];
 #pragma unroll
@@ -194,6 +231,7 @@ __device__ __forceinline__ void feed_keys(const IndexScoresParams& p, const Work
                                           const KeyRing& ring, UnitTurn& copy_turn,
                                           UnitTurn& scale_turn) {
     const Copier copier(p);
+    const Pieces pieces(p.index);
     const int32_t most = max(1, ring.num_stages / kFeeders);
     Units<RingPosition> copies(list, copy_turn);
     int32_t page = copies.valid() ? copier.page_of(copies.segment, copies.unit) : -1;
@@ -205,7 +243,41 @@ __device__ __forceinline__ void feed_keys(const IndexScoresParams& p, const Work
             // Here, so that nothing waits for it before the next copy.
             if (copies.valid()) page = copier.page_of(copies.segment, copies.unit);
         }
-        prepare_scales(scales.segment, scales.unit, ring, scales.at());
+        prepare_scales(pieces, scales.segment, scales.unit, ring, scales.at());
+    }
+}
+
+// The same for the only row of a launch (score_work.cuh), whose pages are looked up two units
+// ahead.
+__device__ __forceinline__ void feed_single(const IndexScoresParams& p, const KeyRing& ring,
+                                            int32_t feeder) {
+    const Copier copier(p);
+    const Pieces pieces(p.index);
+    const bool guesses = p.batch.requests == 1;
+    int32_t page = -1, next_page = -1;
+    if (guesses) {
+        page = copier.first_page_of(single_unit(feeder));
+        next_page = copier.first_page_of(single_unit(feeder + kFeeders));
+    }
+    const Segment row = single_row(p);
+    if (!guesses) {
+        page = copier.page_of(row, single_unit(feeder));
+        next_page = copier.page_of(row, single_unit(feeder + kFeeders));
+    }
+    const int32_t most = max(1, ring.num_stages / kFeeders);
+    RingPosition copy_at = {ring.num_stages}, scale_at = copy_at;
+    copy_at.stage = scale_at.stage = feeder;
+    int32_t copied = feeder;
+    for (int32_t i = feeder; i < row.end; i += kFeeders) {
+        for (; copied < row.end && copied < i + most * kFeeders; copied += kFeeders) {
+            const bool visible = copier.column_of(single_unit(copied)) < row.count;
+            copier.copy(visible ? page : -1, ring, copy_at);
+            copy_at.advance(kFeeders);
+            page = next_page;
+            next_page = copier.page_of(row, single_unit(copied + 2 * kFeeders));
+        }
+        prepare_scales(pieces, row, single_unit(i), ring, scale_at);
+        scale_at.advance(kFeeders);
     }
 }
 

@@ -104,6 +104,67 @@ struct PoolDots {
     static constexpr int kGroupHeads = 16, kGroupSums = kGroupHeads / 2;
 };
 
+// Where a lane reads folded keys: the 16 bytes of one group of each, so that one table serves four
+// words.
+struct FoldedKeys {
+    const uint4* codes;
+    const uint8_t* shifts;
+
+    // From the codes and the shifts of the warp's keys.
+    __device__ __forceinline__ FoldedKeys(const void* key_codes, const uint32_t* key_shifts)
+        : codes(static_cast<const uint4*>(key_codes) + threadIdx.x % 32),
+          shifts(reinterpret_cast<const uint8_t*>(key_shifts) + threadIdx.x % 32) {}
+    __device__ __forceinline__ FoldedKeys& operator+=(int32_t keys) {
+        codes += keys * kIndexGroups;
+        shifts += keys * kIndexGroups;
+        return *this;
+    }
+};
+
+// The codes of a tile, positive and negative ones apart: the latter meet negated queries.
+struct SplitFragment {
+    uint32_t plus[kFoldedSteps][4], minus[kFoldedSteps][4];
+};
+
+// 16 keys of a warp.
+__device__ __forceinline__ SplitFragment load_split(const FoldedKeys& keys) {
+    SplitFragment out;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint4 raw = keys.codes[32 * half];
+        const HalfUnits table(keys.shifts[32 * half]);
+        const uint32_t words[kFoldedSteps] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int step = 0; step < kFoldedSteps; ++step) {
+            const IntegerWord plus = positive_units(words[step], table);
+            const IntegerWord less = negative_units(words[step], table);
+            out.plus[step][half] = plus.low;
+            out.plus[step][2 + half] = plus.high;
+            out.minus[step][half] = less.low;
+            out.minus[step][2 + half] = less.high;
+        }
+    }
+    return out;
+}
+
+// Starts the dots of a tile with kColumns query heads.
+template <int kColumns>
+__device__ __forceinline__ void start_split(const SplitFragment& keys, uint32_t units,
+                                            uint32_t minus, uint32_t (&sums)[kColumns / 2]) {
+    using Mma = IntegerMma<kColumns>;
+    constexpr std::make_index_sequence<kColumns / 2> kAll;
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int step = 0; step < kFoldedSteps; ++step) {
+        const uint32_t at = 32 * step >> 4;
+        mma_step<Mma>(keys.plus[step], whole_descriptor(units + at), sums, step > 0, kAll);
+        mma_step<Mma>(keys.minus[step], whole_descriptor(minus + at), sums, true, kAll);
+    }
+    cute::warpgroup_commit_batch();
+}
+
 class PoolScorer {
   public:
     // places: those of the units' blocks, in shared memory.
@@ -227,14 +288,13 @@ class PoolScorer {
         float partials[kPassTiles][2] = {};
 #pragma unroll
         for (int tile = 0; tile < kPassTiles; ++tile) {
-            FoldedFragment<false> fragment;
-            load_folded(source, &fragment);
+            const SplitFragment fragment = load_split(source);
             source += 16;
 #pragma unroll 1
             for (int32_t first = 0; first < heads; first += kHeads) {
                 uint32_t sums[kHeads / 2] = {};
                 const uint32_t at = first * (kQueryBytes >> 4);
-                start_folded<kHeads>(fragment, units + at, minus + at, sums);
+                start_split<kHeads>(fragment, units + at, minus + at, sums);
                 float2 weights[kHeads / 8];
                 const float2* own = reinterpret_cast<const float2*>(s_.folded_weights + first);
 #pragma unroll

@@ -13,13 +13,32 @@ namespace flash_csa::sm90 {
 
 constexpr int32_t kQueryBytes = kIndexDims;  // of a head, in each form
 
+// Rows for which a tile has columns. From kQuadRows on, four rows share blocks of columns.
+constexpr int32_t kQuadRows = 3;
+__host__ __device__ constexpr int32_t tile_rows(int32_t rows) {
+    return rows < kQuadRows ? rows : (rows + 3) / 4 * 4;
+}
+
+// Which column of units a head is. With quads, 8 i + 2 t + c of a block is head 2 i + c of row t.
+struct UnitColumns {
+    int32_t padded_heads;  // of a row
+    int32_t quad_heads;    // of a row in a block of quads
+
+    __device__ __forceinline__ int32_t of(int32_t row, int32_t head, bool quads) const {
+        if (!quads) return row * padded_heads + head;
+        const int32_t block = row / 4 * (padded_heads / quad_heads) + head / quad_heads;
+        const int32_t in_block = head % quad_heads;
+        return block * 4 * quad_heads + in_block / 2 * 8 + row % 4 * 2 + in_block % 2;
+    }
+};
+
 // [rows, heads] of 128 bytes each, 128-byte swizzle, K contiguous.
 struct QueryTile {
     uint8_t* codes;         // E4M3, exponents of a head's groups folded
-    uint8_t* units;         // half units, exponents folded
+    uint8_t* units;         // half units, exponents folded, by columns
     uint8_t* minus;         // their negatives, so that keys need no sign; null: not wanted
     float* weights;         // [rows, heads] times what codes leave of the scales, halved
-    float* folded_weights;  // [rows, heads] times what units leave of them
+    float* folded_weights;  // by columns, times what units leave of them
     uint32_t* plain;        // [rows], 1 where all scales and weights are plain
     uint32_t* folds;        // 1 where units hold all rows
 
@@ -36,30 +55,32 @@ struct QueryTile {
         put(codes, head, 2 * group + 1, {w[0].odd, w[1].odd, w[2].odd, w[3].odd});
     }
     // A K step of units is one word of each group, so that a lane needs a single group of a key.
-    __device__ __forceinline__ static void put_units(uint8_t* tile, int32_t head, int group,
+    __device__ __forceinline__ static void put_units(uint8_t* tile, int32_t column, int group,
                                                      int step, const IntegerWord& word) {
-        uint32_t* row = reinterpret_cast<uint32_t*>(tile + head * kQueryBytes) + group;
-        row[(2 * step ^ head % 8) * 4] = word.low;
-        row[((2 * step + 1) ^ head % 8) * 4] = word.high;
+        uint32_t* row = reinterpret_cast<uint32_t*>(tile + column * kQueryBytes) + group;
+        row[(2 * step ^ column % 8) * 4] = word.low;
+        row[((2 * step + 1) ^ column % 8) * 4] = word.high;
     }
-    __device__ __forceinline__ void put_units(int32_t head, int group, const uint32_t (&raw)[4],
+    __device__ __forceinline__ void put_units(int32_t column, int group, const uint32_t (&raw)[4],
                                               uint32_t shift) const {
         const HalfUnits table(shift);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const IntegerWord a = positive_units(raw[i], table), b = negative_units(raw[i], table);
-            put_units(units, head, group, i, signed_units(a, b));
-            if (minus != nullptr) put_units(minus, head, group, i, signed_units(b, a));
+            put_units(units, column, group, i, signed_units(a, b));
+            if (minus != nullptr) put_units(minus, column, group, i, signed_units(b, a));
         }
     }
 };
 
 // kThreads threads fill the tile of a segment; a barrier before and after is the caller's. plain
 // and folds are 1 before.
-template <int kThreads>
+template <int kThreads, int kQuadHeads = 16>
 __device__ void load_queries(const IndexScoresParams& p, const Segment& segment,
                              int32_t padded_heads, const QueryTile& tile, int32_t thread) {
     const int32_t heads = p.query.heads;
+    const UnitColumns columns = {padded_heads, kQuadHeads};
+    const bool quads = segment.rows >= kQuadRows;
     for (int32_t i = thread; i < segment.rows * padded_heads * kIndexGroups; i += kThreads) {
         const int32_t head = i / kIndexGroups, group = i % kIndexGroups;
         const int32_t row = head / padded_heads, h = head % padded_heads;
@@ -76,14 +97,15 @@ __device__ void load_queries(const IndexScoresParams& p, const Segment& segment,
         const ByteRange range = scale_range(scales);
         const int32_t spread = range.high - range.low;
         tile.put_codes(head, group, raw, head_fold(scales, range, group));
-        tile.put_units(head, group, raw,
+        const int32_t column = columns.of(row, h, quads);
+        tile.put_units(column, group, raw,
                        min(scale_byte(scales, group) - range.low, kMaxIntegerFold));
         if (group != 0) continue;
         // Halved: the epilogue adds a dot and its magnitude instead of taking a maximum.
         tile.weights[head] = mul_rn(weight, mul_rn(0.5f, power_of_two(range.high)));
         const bool plain =
             is_plain_query(range) && is_plain_weight(weight) && spread <= kMaxFold - kMinFold;
-        tile.folded_weights[head] =
+        tile.folded_weights[column] =
             mul_rn(weight, power_of_two(plain ? range.low + kFoldedWeightExponent : 127));
         if (!plain) tile.plain[row] = 0;
         if (!plain || spread > kMaxIntegerFold) *tile.folds = 0;

@@ -22,11 +22,17 @@ struct ScorePlan {
     int32_t num_stages;
 };
 
-// kOne: groups of one row with no more heads than an MMA takes.
-template <int kHeads_, bool kOne_, class Sink_>
+enum class Rows {
+    kAny,     // groups of any number
+    kOne,     // groups of one row with no more heads than an MMA takes
+    kSingle,  // the same, and there is only one
+};
+
+template <int kHeads_, Rows kRows, class Sink_>
 struct ScoreConfig {
     using Sink = Sink_;
-    static constexpr bool kOne = kOne_;
+    static constexpr bool kSingle = kRows == Rows::kSingle;
+    static constexpr bool kOne = kRows != Rows::kAny;
     static constexpr int kHeads = kHeads_;  // a block of a row: heads are padded to it
     static constexpr int kGroups = 3;       // of consumer warps
     static constexpr int kConsumers = kGroups * kGroupThreads;
@@ -34,7 +40,8 @@ struct ScoreConfig {
     // N of an MMA with groups apart. 16: registers are short beside the descriptors of the other
     // path.
     static constexpr int kGroupHeads = kOne && kHeads > 16 ? 16 : kHeads;
-    static constexpr int kColumns = kOne ? kHeads : 2 * kHeads;  // N of an MMA on folded codes
+    static constexpr int kColumns = kOne ? kHeads : 2 * kHeads;   // N of an MMA on folded codes
+    static constexpr int kQuadHeads = kHeads < 16 ? kHeads : 16;  // of each of four rows
     static constexpr int kSums = kHeads / 2, kGroupSums = kGroupHeads / 2;  // of a thread and tile
 };
 
@@ -65,7 +72,8 @@ struct ScoreShared {
     int32_t bytes;
 
     __host__ __device__ ScoreShared(uint8_t* base, const ScorePlan& plan) {
-        const int32_t rows_heads = plan.max_rows * plan.padded_heads;
+        const int32_t rows_heads =
+            Config::kOne ? Config::kHeads : tile_rows(plan.max_rows) * plan.padded_heads;
         const int32_t heads =
             (rows_heads + Config::kColumns - 1) / Config::kColumns * Config::kColumns;
         const int32_t tile = heads * kQueryBytes;

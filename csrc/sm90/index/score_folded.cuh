@@ -22,83 +22,55 @@ struct IntegerMma<32> : cute::SM90::GMMA::MMA_64x32x32_S32S8S8_RS_TN {};
 template <>
 struct IntegerMma<64> : cute::SM90::GMMA::MMA_64x64x32_S32S8S8_RS_TN {};
 
-// The codes of a tile as integers, exponents folded. Without signs: positive and negative values
-// apart, the latter to be multiplied by negated queries; the tensor cores have time for both, and
-// the conversion saves two instructions of nine.
 constexpr int kFoldedSteps = kIndexDims / 32;  // of K
 
-template <bool kSigned>
-struct FoldedFragment {
-    uint32_t plus[kFoldedSteps][4];
-    uint32_t minus[kSigned ? 1 : kFoldedSteps][4];
-};
+// The group of a key that a lane has: its 16 bytes, which one table turns into integers. A K step
+// is one word of every group, on both sides (QueryTile::put_units).
+struct FoldedGroup {
+    uint32_t words[kFoldedSteps];
+    HalfUnits table;
 
-// Where a lane reads folded keys: the 16 bytes of one group of each key, so that one table serves
-// four words. A K step is one word of every group, on both sides (QueryTile::put_units).
-struct FoldedKeys {
-    const uint4* codes;
-    const uint8_t* shifts;
-
-    // From the codes and the shifts of the warp's keys.
-    __device__ __forceinline__ FoldedKeys(const void* key_codes, const uint32_t* key_shifts)
-        : codes(static_cast<const uint4*>(key_codes) + threadIdx.x % 32),
-          shifts(reinterpret_cast<const uint8_t*>(key_shifts) + threadIdx.x % 32) {}
-    __device__ __forceinline__ FoldedKeys(const KeyStage& stage, int32_t first)
-        : FoldedKeys(stage.codes + first * kKeyBytes, stage.shifts + first) {}
-    __device__ __forceinline__ FoldedKeys& operator+=(int32_t keys) {
-        codes += keys * kIndexGroups;
-        shifts += keys * kIndexGroups;
-        return *this;
+    // key: of the warp's.
+    __device__ __forceinline__ FoldedGroup(const PassKeys& keys, int32_t key)
+        : table(reinterpret_cast<const uint8_t*>(keys.stage->shifts + key)[threadIdx.x % 4]) {
+        const uint4 raw = reinterpret_cast<const uint4*>(keys.codes(key))[threadIdx.x % 4];
+        words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
     }
 };
 
-// 16 keys of a warp.
-template <bool kSigned>
-__device__ __forceinline__ void load_folded(const FoldedKeys& keys, FoldedFragment<kSigned>* out) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const uint4 raw = keys.codes[32 * half];
-        const HalfUnits table(keys.shifts[32 * half]);
-        const uint32_t words[kFoldedSteps] = {raw.x, raw.y, raw.z, raw.w};
+// The codes of a tile as integers, exponents folded.
+struct FoldedFragment {
+    uint32_t units[kFoldedSteps][4];
+
+    // The rows of one half.
+    __device__ __forceinline__ void set(int half, const FoldedGroup& group) {
 #pragma unroll
         for (int step = 0; step < kFoldedSteps; ++step) {
-            const IntegerWord plus = positive_units(words[step], table);
-            const IntegerWord less = negative_units(words[step], table);
-            if constexpr (kSigned) {
-                const IntegerWord both = signed_units(plus, less);
-                out->plus[step][half] = both.low;
-                out->plus[step][2 + half] = both.high;
-            } else {
-                out->plus[step][half] = plus.low;
-                out->plus[step][2 + half] = plus.high;
-                out->minus[step][half] = less.low;
-                out->minus[step][2 + half] = less.high;
-            }
+            const uint32_t word = group.words[step];
+            const IntegerWord both =
+                signed_units(positive_units(word, group.table), negative_units(word, group.table));
+            units[step][half] = both.low;
+            units[step][2 + half] = both.high;
         }
     }
-}
+};
 
 // Starts the dots of a tile with kColumns query heads.
-template <int kColumns, bool kSigned>
-__device__ __forceinline__ void start_folded(const FoldedFragment<kSigned>& keys, uint32_t units,
-                                             uint32_t minus, uint32_t (&sums)[kColumns / 2]) {
-    using Step = IntegerMma<kColumns>;
-    constexpr std::make_index_sequence<kColumns / 2> kAll;
+template <int kColumns>
+__device__ __forceinline__ void start_folded(const FoldedFragment& keys, uint32_t units,
+                                             uint32_t (&sums)[kColumns / 2]) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kFoldedSteps; ++step) {
-        const uint32_t at = 32 * step >> 4;
-        mma_step<Step>(keys.plus[step], whole_descriptor(units + at), sums, step > 0, kAll);
-        if constexpr (!kSigned) {
-            mma_step<Step>(keys.minus[step], whole_descriptor(minus + at), sums, true, kAll);
-        }
+        mma_step<IntegerMma<kColumns>>(keys.units[step], whole_descriptor(units + (32 * step >> 4)),
+                                       sums, step > 0, std::make_index_sequence<kColumns / 2>{});
     }
     cute::warpgroup_commit_batch();
 }
 
-// Waits for all but the last kRunning tiles that were started.
+// Waits for all but the last kRunning batches that were started.
 template <int kRunning, int kSums>
 __device__ __forceinline__ void finish_folded(uint32_t (&sums)[kSums]) {
     cute::warpgroup_wait<kRunning>();
@@ -137,35 +109,7 @@ __device__ __forceinline__ void load_weights(const ScoreShared<Config>& shared, 
     for (int i = 0; i < Config::kHeads / 8; ++i) weights[i] = source[4 * i];
 }
 
-// One block of heads of one row. The second tile is converted while the dots of the first run.
-template <class Config>
-__device__ __forceinline__ void score_folded_one(const Segment& segment,
-                                                 const ScoreShared<Config>& shared,
-                                                 const PassKeys& keys,
-                                                 typename Config::Sink& sink) {
-    const uint32_t units = query_descriptor(shared.queries.units);
-    const uint32_t minus = query_descriptor(shared.queries.minus);
-    float2 weights[Config::kHeads / 8];
-    load_weights(shared, 0, weights);
-    FoldedKeys source(*keys.stage, keys.first);
-    float partials[kPassTiles][2] = {};
-    FoldedFragment<false> fragment[2];
-    uint32_t sums[2][Config::kSums] = {};
-    load_folded(source, &fragment[0]);
-    start_folded<Config::kHeads>(fragment[0], units, minus, sums[0]);
-    source += kTileKeys / 4;
-    load_folded(source, &fragment[1]);
-    start_folded<Config::kHeads>(fragment[1], units, minus, sums[1]);
-    finish_folded<1>(sums[0]);
-    add_folded_heads<Config::kHeads>(sums[0], 0, weights, partials[0]);
-    finish_folded<0>(sums[1]);
-    add_folded_heads<Config::kHeads>(sums[1], 0, weights, partials[1]);
-    const float score = canonical_nan(mul_rn(reduce_quad(partials), keys.stage->rest[keys.own]));
-    sink.put(segment.first_row, keys.column, score, keys.column < segment.count);
-}
-
-// Any number of rows: an MMA takes two blocks of heads, so that its instructions are half as many.
-// kWhole: a block is a row.
+// One or two rows: an MMA takes two blocks of heads. kWhole: a block is a row.
 template <class Config, bool kWhole>
 __device__ __forceinline__ void score_folded(const Segment& segment, const ScorePlan& plan,
                                              const ScoreShared<Config>& shared,
@@ -173,10 +117,10 @@ __device__ __forceinline__ void score_folded(const Segment& segment, const Score
     constexpr int kHeads = Config::kHeads, kColumns = Config::kColumns;
     const uint32_t units = query_descriptor(shared.queries.units);
     const float rest = keys.stage->rest[keys.own];
-    FoldedFragment<true> fragments[kPassTiles];
+    FoldedFragment fragments[kPassTiles];
 #pragma unroll
-    for (int tile = 0; tile < kPassTiles; ++tile) {
-        load_folded(FoldedKeys(*keys.stage, keys.first + 16 * tile), &fragments[tile]);
+    for (int i = 0; i < 2 * kPassTiles; ++i) {
+        fragments[i / 2].set(i % 2, FoldedGroup(keys, keys.at(i / 2, i % 2)));
     }
     float partials[kPassTiles][2] = {};
     int32_t row = 0, row_end = plan.padded_heads;
@@ -186,7 +130,7 @@ __device__ __forceinline__ void score_folded(const Segment& segment, const Score
         uint32_t sums[kPassTiles][kColumns / 2] = {};
 #pragma unroll
         for (int tile = 0; tile < kPassTiles; ++tile) {
-            start_folded<kColumns>(fragments[tile], at, 0, sums[tile]);
+            start_folded<kColumns>(fragments[tile], at, sums[tile]);
         }
 #pragma unroll
         for (int head = 0; head < kColumns; head += kHeads) {

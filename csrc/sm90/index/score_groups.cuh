@@ -121,34 +121,29 @@ __device__ __forceinline__ float3 relative_factors(uint32_t scales) {
             __uint_as_float(relative >> 1 & kInfBits)};
 }
 
-// Partial sums of one row, heads [first, first + kHeads). kPlain: scales of keys and row are.
+// Partial sums of a tile and one row, heads [first, first + kGroupHeads). kPlain: scales of keys
+// and row are.
 template <class Config, bool kPlain>
 __device__ __forceinline__ void add_block(const IndexScoresParams& p, const PassKeys& keys,
-                                          const KeyFragment (&fragments)[kPassTiles],
+                                          int tile, const KeyFragment& fragment,
                                           const QueryTile& queries, int32_t head, int64_t row,
-                                          int32_t first, float (&partials)[kPassTiles][2]) {
+                                          int32_t first, float (&partials)[2]) {
     const uint32_t codes = query_descriptor(queries.codes) + head * (kQueryBytes >> 4);
-    float2 weights[Config::kGroupHeads / 8];
+    float sums[kIndexGroups][Config::kGroupSums];
+    start_dots<Config>(fragment, codes, sums);
+    const uint32_t scales[2] = {keys.scales(keys.at(tile, 0)), keys.scales(keys.at(tile, 1))};
     if constexpr (kPlain) {
         const float2* source =
             reinterpret_cast<const float2*>(queries.weights + head) + threadIdx.x % 4;
+        float2 weights[Config::kGroupHeads / 8];
 #pragma unroll
         for (int i = 0; i < Config::kGroupHeads / 8; ++i) weights[i] = source[4 * i];
-    }
-#pragma unroll
-    for (int tile = 0; tile < kPassTiles; ++tile) {
-        float sums[kIndexGroups][Config::kGroupSums];
-        start_dots<Config>(fragments[tile], codes, sums);
-        const uint32_t scales[2] = {keys.stage->scales[keys.at(tile, 0)],
-                                    keys.stage->scales[keys.at(tile, 1)]};
-        if constexpr (kPlain) {
-            const float3 factors[2] = {relative_factors(scales[0]), relative_factors(scales[1])};
-            finish_dots<Config>(sums);
-            add_plain_heads<Config>(sums, weights, factors, partials[tile]);
-        } else {
-            finish_dots<Config>(sums);
-            add_heads<Config>(p, row, first, sums, scales, partials[tile]);
-        }
+        const float3 factors[2] = {relative_factors(scales[0]), relative_factors(scales[1])};
+        finish_dots<Config>(sums);
+        add_plain_heads<Config>(sums, weights, factors, partials);
+    } else {
+        finish_dots<Config>(sums);
+        add_heads<Config>(p, row, first, sums, scales, partials);
     }
 }
 
@@ -161,7 +156,7 @@ __device__ __forceinline__ void load_fragment(const PassKeys& keys, int32_t tile
     for (int half = 0; half < 2; ++half) {
         const int32_t key = keys.first + 16 * tile + 8 * half + lane % 8;
         uint32_t words[kIndexGroups];
-        load_matrices(keys.stage->codes + key * kKeyBytes + lane / 8 * (kKeyBytes / 4), words);
+        load_matrices(keys.codes(key) + lane / 8 * (kKeyBytes / 4), words);
 #pragma unroll
         for (int g = 0; g < kIndexGroups; ++g) {
             const PlacedWord placed = place_codes(words[g]);
@@ -177,25 +172,32 @@ __device__ __forceinline__ void score_groups(const IndexScoresParams& p, const S
                                              const ScorePlan& plan,
                                              const ScoreShared<Config>& shared,
                                              const PassKeys& keys, typename Config::Sink& sink) {
+    // Those of one row are loaded where they are used: registers are short.
     KeyFragment fragments[kPassTiles];
+    if constexpr (!Config::kOne) {
 #pragma unroll
-    for (int tile = 0; tile < kPassTiles; ++tile) load_fragment(keys, tile, &fragments[tile]);
+        for (int tile = 0; tile < kPassTiles; ++tile) load_fragment(keys, tile, &fragments[tile]);
+    }
     const uint32_t plain_keys = keys.stage->plain;
     const bool present = keys.stage->present >> keys.own / 8 & 1;
     const float exponent =
-        present ? power_of_two(keys.stage->scales[keys.own] & 0xffu) : bits_float(kNanBits);
+        present ? power_of_two(keys.scales(keys.own) & 0xffu) : bits_float(kNanBits);
     for (int32_t row = 0; row < segment.rows; ++row) {
         const bool plain = plain_keys & shared.queries.plain[row];
+        const int64_t global_row = int64_t{segment.first_row} + row;
         float partials[kPassTiles][2] = {};
-        for (int32_t first = 0; first < plan.padded_heads; first += Config::kGroupHeads) {
-            const int32_t head = row * plan.padded_heads + first;
-            const int64_t global_row = int64_t{segment.first_row} + row;
-            if (plain) {
-                add_block<Config, true>(p, keys, fragments, shared.queries, head, global_row, first,
-                                        partials);
-            } else {
-                add_block<Config, false>(p, keys, fragments, shared.queries, head, global_row,
-                                         first, partials);
+#pragma unroll
+        for (int tile = 0; tile < kPassTiles; ++tile) {
+            if constexpr (Config::kOne) load_fragment(keys, tile, &fragments[tile]);
+            for (int32_t first = 0; first < plan.padded_heads; first += Config::kGroupHeads) {
+                const int32_t head = row * plan.padded_heads + first;
+                if (plain) {
+                    add_block<Config, true>(p, keys, tile, fragments[tile], shared.queries, head,
+                                            global_row, first, partials[tile]);
+                } else {
+                    add_block<Config, false>(p, keys, tile, fragments[tile], shared.queries, head,
+                                             global_row, first, partials[tile]);
+                }
             }
         }
         float score = reduce_quad(partials);

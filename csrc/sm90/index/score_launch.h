@@ -19,7 +19,8 @@ inline bool takes_tiles(const IndexScoresParams& p) {
 inline ScorePlan plan_scores(const IndexScoresParams& p, int32_t heads_of_mma) {
     ScorePlan plan;
     plan.padded_heads = (p.query.heads + heads_of_mma - 1) / heads_of_mma * heads_of_mma;
-    const int32_t fit = kQueryTile / (2 * plan.padded_heads * kQueryBytes);
+    // At most 128 heads: four rows fit.
+    const int32_t fit = kQueryTile / (2 * plan.padded_heads * kQueryBytes) / 4 * 4;
     plan.max_rows = std::max(1, std::min({p.batch.max_rows, fit, p.batch.rows, kMaxGroupRows}));
     plan.num_stages = kMaxStages;
     return plan;
@@ -44,9 +45,13 @@ cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::
                                cudaStream_t stream) {
     const ScorePlan plan = plan_scores(p, kHeads);
     if (plan.max_rows == 1 && plan.padded_heads == kHeads) {
-        return launch_score_tiles<ScoreConfig<kHeads, true, Sink>>(p, plan, sink, stream);
+        if (p.batch.rows == 1) {
+            return launch_score_tiles<ScoreConfig<kHeads, Rows::kSingle, Sink>>(p, plan, sink,
+                                                                                stream);
+        }
+        return launch_score_tiles<ScoreConfig<kHeads, Rows::kOne, Sink>>(p, plan, sink, stream);
     }
-    return launch_score_tiles<ScoreConfig<kHeads, false, Sink>>(p, plan, sink, stream);
+    return launch_score_tiles<ScoreConfig<kHeads, Rows::kAny, Sink>>(p, plan, sink, stream);
 }
 
 // Scores of every visible entry, handed to a sink (score_tile.cuh). takes_tiles(p) holds.

@@ -2,9 +2,10 @@
 // a group, final FP32 scores handed to a sink.
 //
 // Warps: groups of four take passes of kPassKeys keys in turn; four feeders behind them bring the
-// keys (key_ring.cuh). Keys are the M rows of MMA tiles, their codes in registers; queries, in
-// blocks of kHeads, are N. score_folded.cuh takes the units whose scales allow it, score_groups.cuh
-// the others: the bits are those of core/scoring.h either way.
+// keys (key_ring.cuh). Keys are the M rows of MMA tiles, their codes in registers; queries are N.
+// Units whose scales allow it go to score_one.cuh, score_quads.cuh (three rows or more) or
+// score_folded.cuh, the others to score_groups.cuh: the bits are those of core/scoring.h either
+// way.
 //
 // A sink is an object of each consumer thread:
 //
@@ -14,41 +15,55 @@
 //       Sink(const Params&, uint8_t* shared);
 //       void begin(const Segment&, int thread, int threads);    // all consumers, before its scores
 //       void put(int64_t row, int32_t column, float score, bool visible);
+//       void put_four(int64_t row, int32_t column, const float4& scores, int32_t visible,
+//                     bool here);
 //       void end(const Segment&, int thread, int threads);      // all consumers, after its scores
 //   };
 //
-// A barrier of the consumers separates begin, the scores and end. put is called by whole warps: a
-// warp hands over one score a lane, of 32 neighbouring columns that start at a multiple of 32: bits
-// 0, 1 of the lane say which block of eight, bits 2 .. 4 the column in it. Scores are canonical
-// (core/numerics.h); that of an entry on no page is NaN. Columns with visible == false have
-// undefined scores. Each visible column of each row of the segment is handed over once, in any
-// order.
+// A barrier of the consumers separates begin, the scores and end. put and put_four are called by
+// whole warps. put takes one score a lane, of 32 neighbouring columns that start at a multiple of
+// 32: bits 0, 1 of the lane say which block of eight, bits 2 .. 4 the column in it. put_four takes
+// four neighbours a lane, of four rows: bits 0, 1 of the lane say which row, bits 2 .. 4 which four
+// of the 32 columns; without `here` there is no such row, and `visible` counts the columns from the
+// first one on that are (it may be negative or above four).
+//
+// Scores are canonical (core/numerics.h); that of an entry on no page is NaN. Columns that are not
+// visible have undefined scores. Each visible column of each row of the segment is handed over
+// once, in any order.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "sm90/common/dependents.cuh"
-#include "sm90/index/score_folded.cuh"
 #include "sm90/index/score_groups.cuh"
+#include "sm90/index/score_one.cuh"
+#include "sm90/index/score_quads.cuh"
 
 namespace flash_csa::sm90 {
 
 // All rows of the segment against the keys of a pass, which are in the ring at `at`, in passes.
 template <class Config>
 __device__ __forceinline__ void score_pass(const IndexScoresParams& p, const Segment& segment,
-                                           int32_t pass, bool queries_fold, const ScorePlan& plan,
+                                           int32_t pass, const ScorePlan& plan,
                                            const ScoreShared<Config>& shared,
                                            const RingPosition& at, typename Config::Sink& sink) {
     const KeyRing& ring = shared.ring;
     const uint32_t at_stage = static_cast<uint32_t>(at.stage) / kPasses;
     const KeyStage& stage = ring.stages[at_stage];
-    const PassKeys keys(stage, pass);
-    ring.full[at_stage].wait(at.phase);
-    ring.ready[at_stage].wait(at.phase);
-    if (!queries_fold || stage.folds == 0) {
+    const int32_t unit = static_cast<uint32_t>(pass) / kPasses;
+    const PassKeys keys(stage, Pieces(p.index), Config::kSingle ? single_unit(unit) : unit,
+                        static_cast<uint32_t>(pass) % kPasses);
+    ring.ready[at_stage].wait(at.phase);  // whose feeder has waited for the copies
+    if ((*shared.queries.folds & stage.folds) == 0) {
         score_groups<Config>(p, segment, plan, shared, keys, sink);
     } else if constexpr (Config::kOne) {
-        score_folded_one<Config>(segment, shared, keys, sink);
+        score_one<Config>(segment, shared, keys, sink);
+    } else if (segment.rows >= kQuadRows) {
+        if (plan.padded_heads == 2 * Config::kQuadHeads) {
+            score_quads<Config, true>(segment, plan, shared, keys, sink);
+        } else {
+            score_quads<Config, false>(segment, plan, shared, keys, sink);
+        }
     } else if (plan.padded_heads == Config::kHeads) {
         score_folded<Config, true>(segment, plan, shared, keys, sink);
     } else {
@@ -79,11 +94,31 @@ __device__ __forceinline__ void load_segment(const IndexScoresParams& p, const S
                                         : columns_of(p, p.index.page_size, p.columns, at).count;
     }
     consumers_sync<Config>();
-    load_queries<kThreads>(p, segment, plan.padded_heads, shared.queries, thread);
+    load_queries<kThreads, Config::kQuadHeads>(p, segment, plan.padded_heads, shared.queries,
+                                               thread);
     cutlass::arch::fence_view_async_shared();
 }
 
-// One thread of the consumers: all segments of the list.
+// One thread of the consumers: a segment.
+template <class Config>
+__device__ __forceinline__ void consume_segment(const IndexScoresParams& p, const Segment& segment,
+                                                const ScorePlan& plan,
+                                                const ScoreShared<Config>& shared, UnitTurn& turn,
+                                                typename Config::Sink& sink) {
+    load_segment<Config>(p, segment, plan, shared, sink);
+    consumers_sync<Config>();
+    const int32_t end = segment.end * kPasses;
+    int32_t pass = segment.begin * kPasses + turn.skip;
+    for (; pass < end; pass += turn.step) {
+        score_pass<Config>(p, segment, pass, plan, shared, turn.at, sink);
+        turn.at.advance(turn.step);
+    }
+    turn.skip = pass - end;
+    consumers_sync<Config>();
+    sink.end(segment, threadIdx.x, Config::kConsumers);
+}
+
+// All segments of the list.
 template <class Config>
 __device__ __forceinline__ void consume(const IndexScoresParams& p, const ScorePlan& plan,
                                         const ScoreShared<Config>& shared, UnitTurn& turn,
@@ -93,18 +128,7 @@ __device__ __forceinline__ void consume(const IndexScoresParams& p, const ScoreP
         segment.rows = __shfl_sync(~0u, segment.rows, 0);  // known to be uniform: so are loops
         if (segment.begin == segment.end) continue;
         consumers_sync<Config>();  // the last segment's queries are read
-        load_segment<Config>(p, segment, plan, shared, sink);
-        consumers_sync<Config>();
-        const bool queries_fold = *shared.queries.folds != 0;
-        const int32_t end = segment.end * kPasses;
-        int32_t pass = segment.begin * kPasses + turn.skip;
-        for (; pass < end; pass += turn.step) {
-            score_pass<Config>(p, segment, pass, queries_fold, plan, shared, turn.at, sink);
-            turn.at.advance(turn.step);
-        }
-        turn.skip = pass - end;
-        consumers_sync<Config>();
-        sink.end(segment, threadIdx.x, Config::kConsumers);
+        consume_segment<Config>(p, segment, plan, shared, turn, sink);
     }
 }
 
@@ -133,6 +157,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         const RingPosition passes = {kPasses * plan.num_stages};
         UnitTurn turn(passes, warp / 4, Config::kGroups);
         typename Config::Sink sink(sink_params, shared.fixed->sink);
+        if constexpr (Config::kSingle) {
+            consume_segment<Config>(p, single_row(p), plan, shared, turn, sink);
+            return;
+        }
         for (uint32_t phase = 0;; phase ^= 1) {
             shared.fixed->list_full.wait(phase);
             if (work.last < 0) break;
@@ -141,6 +169,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         }
     } else {
         cutlass::arch::warpgroup_reg_dealloc<kFeederRegisters>();
+        if constexpr (Config::kSingle) {
+            feed_single(p, shared.ring, warp - kFirstFeeder);
+            return;
+        }
         UnitTurn copies(start, warp - kFirstFeeder, kFeeders), scales = copies;
         Planner planner(p, plan.max_rows, work, threadIdx.x - Config::kConsumers);
         for (uint32_t phase = 0;; phase ^= 1) {

@@ -83,6 +83,19 @@ __device__ __forceinline__ Segment group_at(const IndexScoresParams& p, int32_t 
     return group;
 }
 
+// The only row of a launch: its units are dealt out in turn, so that a block knows where the first
+// ones lie before it knows how many there are.
+__device__ __forceinline__ Segment single_row(const IndexScoresParams& p) {
+    Segment row = group_of(p, 0);
+    const int32_t blocks = gridDim.x, block = blockIdx.x;
+    row.end = max(0, row.end - block + blocks - 1) / blocks;  // units of this block
+    return row;
+}
+// The i-th unit of this block.
+__device__ __forceinline__ int32_t single_unit(int32_t i) {
+    return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
+}
+
 // Fills the list of a block, one stretch of kListRows rows at a time. kPlanners threads.
 class Planner {
   public:
@@ -153,7 +166,7 @@ class Planner {
         begin_ = end_;
     }
 
-    // Units of the stretch; in before_ and units_ those before this thread's rows and of each.
+    // Units of the stretch; in before_ those before this thread's rows.
     __device__ int32_t count_stretch() {
         int32_t own = 0;
 #pragma unroll
@@ -161,7 +174,6 @@ class Planner {
             const int32_t at = thread_ * kPlannerRows + i;
             const Segment group = group_at(p_, first_row_ + at, max_rows_);
             list_.segments[at] = group;
-            units_[i] = group.end;
             own += group.end;
         }
         const int32_t lane = thread_ % 32, warp = thread_ / 32;
@@ -183,10 +195,11 @@ class Planner {
         const int32_t from = max(begin_, stretch_begin_), to = min(end_, stretch_end);
         int32_t before = stretch_begin_ + before_;
         for (int i = 0; i < kPlannerRows; ++i) {
-            const int32_t at = thread_ * kPlannerRows + i, after = before + units_[i];
+            const int32_t at = thread_ * kPlannerRows + i;
             Segment& segment = list_.segments[at];
-            segment.begin = min(max(from - before, 0), units_[i]);
-            segment.end = max(min(to - before, units_[i]), segment.begin);
+            const int32_t units = segment.end, after = before + units;
+            segment.begin = min(max(from - before, 0), units);
+            segment.end = max(min(to - before, units), segment.begin);
             if (before <= from && from < after) list_.first = at;
             if (before < to && to <= after) list_.last = at;
             before = after;
@@ -203,7 +216,7 @@ class Planner {
     int32_t first_row_ = 0;      // of the stretch
     int32_t stretch_begin_ = 0;  // units before it
     int32_t stretch_units_ = 0;
-    int32_t before_ = 0, units_[kPlannerRows];
+    int32_t before_ = 0;  // units before this thread's rows
 };
 
 // A worker's place among the units of a block, of which every `step`-th is its own; it goes from

@@ -15,18 +15,28 @@ namespace flash_csa::sm90 {
 // 4 + 8 half of its part of the accumulators of a tile is key 16 tile + 8 half + lane / 4.
 struct PassKeys {
     const KeyStage* stage;
+    Pieces pieces;
     int32_t first;  // of the warp's keys, in the stage
     // The key whose score this lane hands over, in the stage, and its column: reduce_quad leaves
     // key 8 (lane % 4) + lane / 4.
     int32_t own, column;
 
-    __device__ __forceinline__ PassKeys(const KeyStage& key_stage, int32_t pass)
-        : stage(&key_stage) {
+    // pass: of the unit.
+    __device__ __forceinline__ PassKeys(const KeyStage& key_stage, const Pieces& in_stage,
+                                        int32_t unit, int32_t pass)
+        : stage(&key_stage), pieces(in_stage) {
         const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        const int32_t start = pass * kPassKeys;
-        first = start % static_cast<uint32_t>(kUnitKeys) + kPassKeys / 4 * warp;
+        first = pass * kPassKeys + kPassKeys / 4 * warp;
         own = first + lane % 4 * 8 + lane / 4;
-        column = start - start % static_cast<uint32_t>(kUnitKeys) + own;
+        column = unit * kUnitKeys + own;
+    }
+    // Of the warp's keys, which lie in one piece.
+    __device__ __forceinline__ const uint8_t* codes(int32_t key) const {
+        return stage->pieces + (pieces.code_at(first) + kKeyBytes * (key - first));
+    }
+    __device__ __forceinline__ uint32_t scales(int32_t key) const {
+        return reinterpret_cast<const uint32_t*>(stage->pieces +
+                                                 pieces.scale_at(first))[key - first];
     }
     // Index of the key of accumulator row lane / 4 + 8 half.
     __device__ __forceinline__ int32_t at(int32_t tile, int32_t half) const {
@@ -56,6 +66,22 @@ __device__ __forceinline__ uint64_t whole_descriptor(uint32_t lower) {
     desc.bitfield.layout_type_ = 1;
     desc.reg32_[0] = lower;
     return desc;
+}
+
+// The first `visible` of four scores, at a multiple of four columns.
+__device__ __forceinline__ void store_four(const Matrix<float>& out, int64_t row, int32_t column,
+                                           const float4& scores, int32_t visible) {
+    float* to = out.row(row) + column;
+    const bool aligned =
+        reinterpret_cast<uintptr_t>(out.data) % sizeof(float4) == 0 && out.stride % 4 == 0;
+    if (aligned && visible >= 4) {
+        *reinterpret_cast<float4*>(to) = scores;
+        return;
+    }
+    if (visible > 0) to[0] = scores.x;
+    if (visible > 1) to[1] = scores.y;
+    if (visible > 2) to[2] = scores.z;
+    if (visible > 3) to[3] = scores.w;
 }
 
 // Four keys of a quad, each a partial sum per lane, to one score a lane: lane t gets key t.
