@@ -33,14 +33,24 @@ FCSA_HD int32_t visible_count(int32_t position, int32_t ratio, bool strict, int6
     return visible < capacity ? visible : static_cast<int32_t>(capacity);
 }
 
-// The columns of `row` in a score matrix of `width` columns. A padded row has none.
+// What memory says of a row. Loads that do not wait for each other.
+struct RowWords {
+    int32_t request, position;
+    int32_t blocks;  // of its pool
+};
+
 // Params: IndexScoresParams or SelectParams.
 template <class Params>
-FCSA_HD Columns columns_of(const Params& p, int32_t page_size, int64_t width, int64_t row) {
-    // No branch until all loads are on their way.
-    const int32_t request = p.batch.row_request[row];
-    const int32_t position = p.batch.positions[row];
-    const int32_t blocks = p.pool.blocks ? p.pool.counts[row] : 0;
+FCSA_HD RowWords row_words(const Params& p, int64_t row) {
+    return {p.batch.row_request[row], p.batch.positions[row],
+            p.pool.blocks ? p.pool.counts[row] : 0};
+}
+
+// The columns of `row` in a score matrix of `width` columns. A padded row has none.
+template <class Params>
+FCSA_HD Columns columns_of(const Params& p, int32_t page_size, int64_t width, int64_t row,
+                           const RowWords& words) {
+    const auto [request, position, blocks] = words;
     const bool padded = request < 0 || request >= p.batch.requests;
     const int64_t capacity = int64_t{p.block_table.columns} * page_size;
     const int32_t visible = visible_count(position, p.ratio, p.strict, capacity);
@@ -56,6 +66,11 @@ FCSA_HD Columns columns_of(const Params& p, int32_t page_size, int64_t width, in
     }
     columns.count = static_cast<int32_t>(count < width ? count : width);
     return columns;
+}
+
+template <class Params>
+FCSA_HD Columns columns_of(const Params& p, int32_t page_size, int64_t width, int64_t row) {
+    return columns_of(p, page_size, width, row, row_words(p, row));
 }
 
 // The same for a selection that is merged: every position that the table can hold.

@@ -34,6 +34,12 @@ struct Shared {
     PoolTopKShared selection;
 };
 
+// What is sent to the first block, and to all where that does not tell.
+union SentOrInbox {
+    SentShared sent;
+    Inbox inbox;
+};
+
 // Ids are columns of the pool; scores of this block's part are in shared memory.
 struct ScoredPool {
     static constexpr int kLine = kPassKeys;
@@ -48,7 +54,6 @@ struct ScoredPool {
         const int32_t place = (id / kLine >> size_log) * kLine + id % kLine;
         return *reinterpret_cast<const float4*>(scores + place);
     }
-    __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
     __device__ int32_t position(int32_t id) const {
         return static_cast<int32_t>(row.columns.position(id));
     }
@@ -155,7 +160,7 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     const int32_t most = blocks_each(p.scores.pool.width, size_log);
     float* sScores = reinterpret_cast<float*>(&shared + 1);                          // [8 most]
     PoolPlace* sPlaces = reinterpret_cast<PoolPlace*>(sScores + most * kPoolBlock);  // [most]
-    SentShared& sSent = *reinterpret_cast<SentShared*>(sPlaces + most);              // of a cluster
+    SentOrInbox& sSent = *reinterpret_cast<SentOrInbox*>(sPlaces + most);            // of a cluster
     allow_dependents();
     touch_parameters(p);
     if (!kCluster) size_log = 0;
@@ -193,23 +198,33 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     if (threadIdx.x >= kClusterThreads) return;  // barriers do not wait for threads that are gone
 
     PoolTopK<kCluster> best(p.scores.index, share, rank, p.select.k, shared.selection, shared.final,
-                            sSent);
+                            sSent.sent);
     if (best.run(sScores, sPlaces, shared.ring.bins, p.select.out, row)) return;
     __syncthreads();
+    Exchange<kCluster> exchange(&sSent.inbox, size_log);
+    clear_candidates(shared.top_k);
+    exchange.close();
+    __syncthreads();
     const ScoredPool source{shared.row, sScores, size_log};
-    ClusterTopK<kCluster, kLookUnits, ScoredPool> top_k(source, size_log, p.select.k, shared.top_k);
+    ClusterTopK<kCluster, kLookUnits, ScoredPool> top_k(source, size_log, p.select.k, shared.top_k,
+                                                        exchange);
     float4 units[kLookUnits];
     top_k.load(units);
     write_entries<kCluster>(p.select.out, row, p.select.k, source,
                             [&](const auto& sink) { return top_k.run(units, sink); });
+    exchange.close();
 }
 
 size_t shared_bytes_of(int32_t width, int32_t size_log) {
     const size_t block = kPoolBlock * sizeof(float) + sizeof(PoolPlace);
-    const size_t sent = size_log > 0 ? sizeof(SentShared) : 0;
+    const size_t sent = size_log > 0 ? sizeof(SentOrInbox) : 0;
     return sizeof(Shared) + blocks_each(width, size_log) * block + sent;
 }
 static_assert(sizeof(Shared) + kMaxPoolBlocks * (kPoolBlock * sizeof(float) + sizeof(PoolPlace)) <=
+              227 * 1024);
+static_assert(sizeof(Shared) +
+                  kMaxPoolBlocks / 2 * (kPoolBlock * sizeof(float) + sizeof(PoolPlace)) +
+                  sizeof(SentOrInbox) <=
               227 * 1024);
 
 }  // namespace

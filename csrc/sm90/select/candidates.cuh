@@ -1,19 +1,20 @@
 // The candidates of a row in a cluster's shared memory, and the lowest of its k best among them.
 //
 // A candidate is a key and a place, the index of its id in the block's share. As pairs (key, ~id)
-// larger is better, and no two are equal. There are two ways to the k-th: every block fetches all
-// candidates and looks at them alone (find_fine), or digits of the pairs are counted over the
-// cluster (find_cut), which any number of candidates and of ties allows.
+// larger is better, and no two are equal. There are two ways to the k-th: every block has all
+// candidates sent (exchange.cuh) and looks at them alone (find_fine), or digits of the pairs are
+// counted over the cluster (find_cut), which any number of candidates and of ties allows.
 #pragma once
 
 #include <cooperative_groups.h>
 
 #include <cstdint>
-#include <cub/block/block_scan.cuh>
 
 #include "core/params.h"
 #include "core/scoring.h"
 #include "sm90/common/cluster_sync.cuh"
+#include "sm90/common/fresh.cuh"
+#include "sm90/select/exchange.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -25,13 +26,10 @@ inline constexpr int kTrigger = 3072;  // candidates from which a block cuts
 inline constexpr int kLookUnits = 4;   // of a thread, between two looks at their number
 inline constexpr int kCandidates = kTrigger + kLookUnits * kStripe;
 inline constexpr int kDigitBins = 2048;
-inline constexpr int kFetched = 8;    // candidates of the cluster that a thread fetches
-inline constexpr int kFineBits = 14;  // of a key, below those of find_fine
+inline constexpr int kFineBits = 13;                   // of a key, below those of find_fine
 inline constexpr int kWindow = kClusterThreads * 128;  // places that are emitted at a time
 static_assert(kDigitBins == kUnit * kClusterThreads, "a thread owns four bins");
-static_assert(kMaxClusterTopK < kTrigger);
-
-using ClusterScan = cub::BlockScan<int32_t, kClusterThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+static_assert(kMaxClusterTopK < kTrigger && kClusterThreads == kExchangeThreads);
 
 // A block's part of a row's ids: of its lines, kLine neighbours, every size-th. So every block has
 // its part of each stretch of the row, however long the row is. A place is the index of an id in
@@ -46,16 +44,24 @@ struct Share {
         const int32_t lines = (count + kLine - 1) / kLine;
         return (lines + (1 << size_log) - 1 >> size_log) * kLine;
     }
+    // Of `of` ids in lines of `line`, those of a block.
+    __device__ int32_t own(int32_t rank, int32_t line, int32_t of) const {
+        const uint32_t full = static_cast<uint32_t>(of) / line, size = 1u << size_log;
+        const uint32_t lines = full + size - 1 - rank >> size_log;
+        const uint32_t rest = static_cast<uint32_t>(of) % line;
+        return static_cast<int32_t>(lines * line +
+                                    ((full & size - 1) == static_cast<uint32_t>(rank) ? rest : 0));
+    }
     // kOf: less where places are of blocks of ids.
     template <int kOf = kLine>
-    __device__ int32_t id(int32_t place, int32_t rank) const {
-        return ((place / kOf << size_log) + rank) * kOf + place % kOf;
+    __device__ int32_t id(uint32_t place, int32_t rank) const {
+        return static_cast<int32_t>(((place / kOf << size_log) + rank) * kOf + place % kOf);
     }
 };
 
 struct alignas(16) CandidateShared {
-    uint32_t keys[kCandidates];    // 0: none; peers read them
-    uint32_t places[kCandidates];  // peers read them
+    uint32_t keys[kCandidates];  // 0: none
+    uint32_t places[kCandidates];
     union {
         struct {
             uint4 bins[kClusterThreads];  // own counts; peers read them
@@ -72,12 +78,11 @@ struct alignas(16) CandidateShared {
         };
     };
     uint4 sums[kClusterThreads / 2];  // the cluster's counts of that slice; peers read them
-    // Results on each line of the window: in all blocks, and << 16 in lower ones; peers add to
-    // them.
+    // Results of other blocks on each line of the window: of all, and << 16 of lower ones; peers
+    // add to them.
     uint32_t lines[kClusterThreads];
-    ClusterScan::TempStorage scan;
-    int32_t kept;   // candidates; peers read it
-    uint32_t base;  // lowest key of a candidate; peers read it
+    int32_t warp_sums[kClusterThreads / 32];  // of a scan
+    int32_t kept;                             // candidates
     int32_t num_tied;
     int32_t bin, above, inside;  // of a histogram: where the k-th best lies
     uint64_t lowest;
@@ -103,40 +108,33 @@ __device__ __forceinline__ float score_from(uint32_t key) {
     return score_of_key(key < kLowest ? kLowest : key);
 }
 
+// Before candidates are looked for; a barrier of the block comes behind.
+__device__ __forceinline__ void clear_candidates(CandidateShared& shared) {
+    shared.sample[0][threadIdx.x] = shared.sample[1][threadIdx.x] = {0, 0, 0, 0};
+    if (threadIdx.x == 0) shared.kept = shared.num_tied = 0;
+}
+
 template <bool kCluster, int kLine>
 class Candidates {
   protected:
-    struct Fetched {
-        uint32_t keys[kFetched], places[kFetched];
-    };
-
-    __device__ Candidates(const Share<kLine>& share, int32_t k, CandidateShared& shared)
-        : share_(share), k_(k), s_(shared), thread_(threadIdx.x) {
+    __device__ Candidates(const Share<kLine>& share, int32_t k, CandidateShared& shared,
+                          Exchange<kCluster>& exchange)
+        : share_(share), k_(k), s_(shared), thread_(threadIdx.x), exchange_(exchange) {
         if (!kCluster) return;
         rank_ = static_cast<int32_t>(cooperative_groups::this_cluster().block_rank());
-        slice_shift_ = 31 - __clz(kClusterThreads) - share.size_log;
-    }
-
-    __device__ void clear() {
-        s_.sample[0][thread_] = s_.sample[1][thread_] = {0, 0, 0, 0};
-        if (thread_ == 0) s_.kept = s_.num_tied = 0;
-        __syncthreads();
+        slice_shift_ = kExchangeLog - share.size_log;
     }
 
     // From the candidates of all blocks, whose keys are at least `base` in this one, to lowest_ and
     // `total`, the number of results. False where there may be better ones than those: there are
     // fewer than k, or the k-th is below the base of a block; base is then one that all blocks may
-    // have. Leaves a window clear, and a barrier of the cluster open (leave).
+    // have. Leaves a window clear.
     __device__ bool cut(uint32_t& base, int32_t& total) {
         uint32_t low = base, high = base;
-        alone_ = true;
         s_.bins[thread_] = {0, 0, 0, 0};
-        if (kCluster) {
-            if (thread_ == 0) s_.base = base;
-            cluster_publish();
-            alone_ = fetch(low, high);
-        }
-        alone_ = find_fine(low, high, total);
+        __syncthreads();
+        alone_ = !kCluster || exchange_.run(s_.keys, s_.places, s_.kept, low, high);
+        alone_ = alone_ && find_fine(low, high, total);
         if (!alone_) {
             const ClusterCut found = find_cut<kCluster>({0, 64, k_, false});
             lowest_ = found.lowest();
@@ -146,13 +144,6 @@ class Candidates {
         }
         base = total < k_ ? 0 : max(low, static_cast<uint32_t>(lowest_ >> 32));
         return high <= max(base, 1u);
-    }
-
-    // Nobody goes on while a peer may still read here.
-    __device__ static void leave() {
-        if (!kCluster) return;
-        cluster_arrive_relaxed();
-        cluster_wait();
     }
 
     __device__ uint64_t pair_at(int32_t i) const {
@@ -172,20 +163,18 @@ class Candidates {
         if (kCluster && !alone_) cluster_publish();
     }
 
-    // Counts the results on the lines of the window; a barrier comes behind.
+    // Counts the results of other blocks on the lines of the window; a barrier comes behind.
     __device__ void count_lines(uint32_t window) {
+        if (!kCluster) return;
         const auto add = [&](uint32_t place, int32_t rank, uint32_t* lines, int32_t to) {
             const uint32_t at = place - window;
-            if (at < kWindow) atomicAdd(lines + at / kLine, rank < to ? 0x10001u : 1u);
+            if (at < kWindow && rank != to)
+                atomicAdd(lines + at / kLine, rank < to ? 0x10001u : 1u);
         };
-        if (!kCluster) return;
         if (alone_) {
-            const int32_t peer = thread_ >> slice_shift_;
-#pragma unroll
-            for (int i = 0; i < kFetched; ++i) {
-                if (pair_of(fetched_.keys[i], fetched_.places[i], peer) < lowest_) continue;
-                add(fetched_.places[i], peer, s_.lines, rank_);
-            }
+            exchange_.for_each([&](uint32_t key, uint32_t place, int32_t rank) {
+                if (pair_of(key, place, rank) >= lowest_) add(place, rank, s_.lines, rank_);
+            });
             return;
         }
         const int32_t count = s_.kept;
@@ -228,23 +217,40 @@ class Candidates {
         return cut;
     }
 
+    // The sum over lower threads; total: over all. A barrier of the block lies between two calls.
+    __device__ int32_t sum_before(int32_t value, int32_t& total) {
+        const int32_t lane = thread_ % 32, warp = thread_ / 32;
+        int32_t upto = value;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int32_t other = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto += other;
+        }
+        if (lane == 31) s_.warp_sums[warp] = upto;
+        __syncthreads();
+        const int32_t sum = lane < kClusterThreads / 32 ? s_.warp_sums[lane] : 0;
+        total = __reduce_add_sync(~0u, sum);
+        return upto - value + __reduce_add_sync(~0u, lane < warp ? sum : 0);
+    }
+
     // The key below which no more than some `wanted` of the sample lie above; 0 where it has fewer.
     __device__ uint32_t find_sampled(int32_t wanted) {
         constexpr int kOwn = (1 << (32 - kSampleShift)) / kClusterThreads;
-        const int32_t place = kClusterThreads - 1 - thread_;  // thread 0 has the highest bins
-        const uint32_t* own = reinterpret_cast<const uint32_t*>(s_.sample) + place * kOwn / 2;
-        uint32_t both = 0;
+        const uint4* sample = s_.sample[0] + (kClusterThreads - 1 - thread_) * (kOwn / 8);
+        uint32_t both = 0;  // thread 0 has the highest bins
 #pragma unroll
-        for (int i = 0; i < kOwn / 2; ++i) both += own[i];
-        const int32_t total = find_bin<kOwn>(static_cast<int32_t>((both & 0xffffu) + (both >> 16)),
-                                             wanted, [&](uint32_t (&bins)[kOwn]) {
+        for (int i = 0; i < kOwn / 8; ++i) {
+            const uint4 own = sample[i];
+            both += own.x + own.y + own.z + own.w;
+        }
+        const auto get = [&](uint32_t (&bins)[kOwn]) {
+            const uint32_t* own = reinterpret_cast<const uint32_t*>(sample);
 #pragma unroll
-                                                 for (int b = 0; b < kOwn; ++b) {
-                                                     bins[b] = own[b / 2] >> (b % 2 * 16) & 0xffffu;
-                                                 }
-                                             });
-        if (total < wanted) return 0;
-        return static_cast<uint32_t>(s_.bin) << kSampleShift;
+            for (int b = 0; b < kOwn; ++b) bins[b] = own[b / 2] >> (b % 2 * 16) & 0xffffu;
+        };
+        const int32_t sum = static_cast<int32_t>((both & 0xffffu) + (both >> 16));
+        const int32_t total = find_bin<kOwn>(sum, wanted, get);
+        return total < wanted ? 0 : static_cast<uint32_t>(s_.bin) << kSampleShift;
     }
     static constexpr int kSampleShift = kCluster ? 19 : 20;  // of a key, to a bin of the sample
 
@@ -252,6 +258,7 @@ class Candidates {
     const int32_t k_;
     CandidateShared& s_;
     const int32_t thread_;
+    Exchange<kCluster>& exchange_;
     int32_t rank_ = 0, slice_shift_ = 0;  // of the block; of the threads that read a peer
     uint64_t lowest_ = 0;                 // of the last cut
 
@@ -262,7 +269,7 @@ class Candidates {
     }
 
     __device__ uint64_t pair_of(uint32_t key, uint32_t place, int32_t rank) const {
-        const int32_t id = share_.id(static_cast<int32_t>(place), rank);
+        const int32_t id = share_.id(place, rank);
         return uint64_t{key} << 32 | ~static_cast<uint32_t>(id);
     }
 
@@ -270,61 +277,25 @@ class Candidates {
     template <class F>
     __device__ __forceinline__ void for_each(const F& f) const {
         if (kCluster) {
-            const int32_t peer = thread_ >> slice_shift_;
-#pragma unroll
-            for (int i = 0; i < kFetched; ++i) {
-                f(fetched_.keys[i], fetched_.places[i], peer);
-            }
-        } else {
-            const int32_t count = s_.kept;
+            exchange_.for_each(f);
+            return;
+        }
+        const int32_t count = s_.kept;
 #pragma unroll 1
-            for (int32_t i = thread_; i < count; i += kClusterThreads) {
-                f(s_.keys[i], s_.places[i], 0);
-            }
-        }
+        for (int32_t i = thread_; i < count; i += kClusterThreads) f(s_.keys[i], s_.places[i], 0);
     }
 
-    // This thread's part of the candidates of all blocks; false where there are more. The lowest
-    // and the highest base of all blocks.
-    __device__ bool fetch(uint32_t& low, uint32_t& high) {
-        const int32_t peer = thread_ >> slice_shift_;
-        const int32_t first = kUnit * (thread_ & ((1 << slice_shift_) - 1));
-        const int32_t count = *of_peer(&s_.kept, peer);
-        const uint32_t base = *of_peer(&s_.base, thread_ & ((1 << share_.size_log) - 1));
-        const uint4* keys = of_peer(reinterpret_cast<const uint4*>(s_.keys + first), peer);
-        const uint4* places = of_peer(reinterpret_cast<const uint4*>(s_.places + first), peer);
-#pragma unroll
-        for (int i = 0; i < kFetched; i += kUnit) {
-            const uint4 four = keys[i / kUnit << slice_shift_];
-            const uint4 at = places[i / kUnit << slice_shift_];
-            const int32_t left = count - first - (i << slice_shift_);
-            fetched_.keys[i] = left > 0 ? four.x : 0;
-            fetched_.keys[i + 1] = left > 1 ? four.y : 0;
-            fetched_.keys[i + 2] = left > 2 ? four.z : 0;
-            fetched_.keys[i + 3] = left > 3 ? four.w : 0;
-            fetched_.places[i] = at.x;
-            fetched_.places[i + 1] = at.y;
-            fetched_.places[i + 2] = at.z;
-            fetched_.places[i + 3] = at.w;
-        }
-        low = __reduce_min_sync(0xffffffffu, base);
-        high = __reduce_max_sync(0xffffffffu, base);
-        return count <= kFetched << slice_shift_;
-    }
-
-    // The lowest result, by bins of kFineBits of the keys above `low`, which are clear; alone_:
-    // this thread has all candidates of its peer. False where there are more pairs in a bin than
-    // can be compared. Leaves a window clear.
+    // The lowest result, by bins of kFineBits of the keys above `low`, which are clear. False where
+    // there are more pairs in a bin than can be compared. Leaves a window clear.
     __device__ bool find_fine(uint32_t low, uint32_t high, int32_t& total) {
         const auto bin_of = [&](uint32_t key) {
             return min(key - low >> kFineBits, uint32_t{kDigitBins - 1});
         };
         uint32_t* bins = reinterpret_cast<uint32_t*>(s_.bins);
-        if (!kCluster) __syncthreads();
         for_each([&](uint32_t key, uint32_t, int32_t) {
             if (key != 0) atomicAdd(&bins[bin_of(key)], 1u);
         });
-        if (!__syncthreads_and(alone_)) return false;
+        __syncthreads();
         const uint4 own = s_.bins[kClusterThreads - 1 - thread_];
         total = find_bin_of(own, k_);
         s_.mask[thread_] = {0, 0, 0, 0};
@@ -344,12 +315,19 @@ class Candidates {
             s_.tied[atomicAdd(&s_.num_tied, 1)] = pair_of(key, place, rank);
         });
         __syncthreads();
-        if (thread_ < inside) {
-            const uint64_t pair = s_.tied[thread_];
-            int32_t better = 0;
-            for (int32_t i = 0; i < inside; ++i) better += s_.tied[i] > pair ? 1 : 0;
-            if (better == need - 1) s_.lowest = pair;
+        // Of up to 32, every warp looks for itself.
+        const bool few = inside <= 32;
+        const int32_t at = fresh(few ? thread_ % 32 : thread_);
+        const uint64_t pair = at < inside ? s_.tied[at] : 0;
+        int32_t better = 0;
+        for (int32_t i = 0; i < inside; ++i) better += s_.tied[i] > pair ? 1 : 0;
+        const bool is_lowest = at < inside && better == need - 1;
+        if (few) {
+            const uint32_t here = __ballot_sync(~0u, is_lowest);
+            lowest_ = __shfl_sync(~0u, pair, __ffs(static_cast<int>(here)) - 1);
+            return true;
         }
+        if (is_lowest) s_.lowest = pair;
         __syncthreads();
         lowest_ = s_.lowest;
         return true;
@@ -401,8 +379,7 @@ class Candidates {
     // the highest are those of thread 0. Returns the sum of all bins. Ends with a barrier.
     template <int kOwn, class Get>
     __device__ int32_t find_bin(int32_t sum, int32_t need, const Get& get) {
-        int32_t before, total;
-        ClusterScan(s_.scan).ExclusiveSum(sum, before, total);
+        int32_t total, before = sum_before(sum, total);
         if (before < need && need <= before + sum) {
             uint32_t bins[kOwn];
             get(bins);
@@ -430,7 +407,6 @@ class Candidates {
         });
     }
 
-    Fetched fetched_;
     bool alone_;  // the last cut was found by every block alone
 };
 

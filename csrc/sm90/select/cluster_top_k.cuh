@@ -2,12 +2,12 @@
 // results in ascending id. Exact for any scores.
 //
 // Each block has its part of the ids and keeps candidates, keys and places, in shared memory:
-//   1. sample   some ids of its part make a histogram of leading key bits; its tail says which
-//               bound a few more of the part's scores will reach than it has results, if those are
-//               spread evenly.
+//   1. sample   the best of some ids of each thread make a histogram of leading key bits; its tail
+//               says which bound a few more of the part's scores will reach than it has results, if
+//               those are spread evenly.
 //   2. filter   scores below the bound are dropped by one comparison. Where candidates fill up, a
 //               block cuts its own down to its k best, which raises its bound.
-//   3. cut      every block fetches all candidates of the cluster and finds the k-th best: one
+//   3. cut      every block is sent all candidates of the cluster and finds the k-th best: one
 //               histogram of the keys above the bounds, then the few pairs of one bin are compared.
 //   4. emit     a bit per id, counts of the lines of all blocks and a prefix sum give every result
 //               its place.
@@ -19,8 +19,9 @@
 // A Source gives the scores. Four neighbouring ids, the first a multiple of 4, are a unit:
 //     source.count()       ids of the row
 //     source.load(id)      scores of a unit, undefined where they are not present
-//     source.present(id)   4 bits: those that are visible and on a page; all of the row's, where
-//                          kAlwaysPresent
+//     source.page(id)      of a unit; -1: none
+//     source.present(id, page)  4 bits: those that are visible and on a page; all of the row's,
+//                          where kAlwaysPresent
 //     source.forced()      where kForces: an id that is first whatever its score, or -1
 // Where kBlocks, a unit is the maxima of four blocks of ids, and those are what is sampled and
 // filtered: entries of other blocks than the k best by their maxima are not among the k best.
@@ -30,6 +31,7 @@
 
 #include <cstdint>
 
+#include "sm90/common/fresh.cuh"
 #include "sm90/select/candidates.cuh"
 #include "sm90/select/unit.cuh"
 
@@ -40,55 +42,53 @@ template <bool kCluster, int kUnits, class Source>
 class ClusterTopK : Candidates<kCluster, Source::kLine> {
     static constexpr int kLine = Source::kLine;
     using Base = Candidates<kCluster, kLine>;
-    using Base::k_, Base::lowest_, Base::rank_, Base::s_, Base::share_, Base::thread_;
+    using Base::exchange_, Base::k_, Base::lowest_, Base::rank_, Base::s_, Base::share_;
+    using Base::thread_;
 
   public:
     __device__ ClusterTopK(const Source& source, int32_t size_log, int32_t k,
-                           CandidateShared& shared)
-        : Base({source.count(), kCluster ? size_log : 0}, k, shared),
+                           CandidateShared& shared, Exchange<kCluster>& exchange)
+        : Base({source.count(), kCluster ? size_log : 0}, k, shared, exchange),
           source_(source),
           length_(share_.length()),
           id_(share_.template id<kLine / kPer>(kUnit * thread_, rank_)) {}
 
-    // All threads of the cluster call. sink(index, id, key) once for each result; returns their
-    // number. units: as load leaves them.
+    // All threads of the cluster call, candidates cleared, the exchange closed. sink(index, id,
+    // key) once for each result; returns their number. units: as load leaves them.
     template <class Sink>
     __device__ int32_t run(float4 (&units)[kUnits], const Sink& sink) {
         const bool whole = span() <= kChunk;
-        float4 some[kSampleUnits];
-        Base::clear();
+        int32_t pages[kUnits];
         if (whole) {
-            drop_absent(units);
-            some[0] = units[0];
-            some[1] = units[1];
+            load_pages(pages);
+            drop_uncounted(units);
+            sample(units);
         } else {
+            float4 some[kSampleUnits];
             load_sample(some);
+            sample(some);
         }
-        sample(some);
         int32_t total;
-        for (bool verified = whole;; verified = false) {
+        for (bool paged = whole;; paged = false) {
             stream(units);
-            if (!verified) verify();
+            if (paged) await(pages);
+            verify();
             if constexpr (Source::kBlocks) expand();
             if (finish(total, sink)) return total;
             load(units);
         }
     }
 
-    // The first units. Pairs that lie beyond the part, all but the first, are left as they are.
+    // The first units, kSome at a time: those beyond the part are left as they are.
     __device__ void load(float4 (&units)[kUnits]) const {
-#pragma unroll
-        for (int u = 0; u < kUnits; u += 2) {
-            if (u > 0 && u * kStripe >= span()) break;
-            units[u] = load_unit(unit_id(u * kStripe));
-            units[u + 1] = load_unit(unit_id((u + 1) * kStripe));
-        }
+        for_units([&](int u) { units[u] = load_unit(fresh(unit_id(u * kStripe))); });
     }
 
   private:
     static constexpr int kPer = Source::kBlocks ? kPoolBlock : 1;  // ids of a score in a unit
     static constexpr int kChunk = kUnits * kStripe;
     static constexpr int kSampleUnits = kCluster && kUnits >= 4 ? 4 : 2;  // of longer parts
+    static constexpr int kSome = kCluster && kUnits >= 4 ? 4 : 2;         // appended at once
 
     // The row's scores in units, and the places of those.
     __device__ int32_t count() const { return (share_.count + kPer - 1) / kPer; }
@@ -108,77 +108,91 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     __device__ float4 only_counted(int32_t id, const float4& unit) const {
         return id + kUnit <= count() ? unit : only(first_of_four(count() - id), unit);
     }
-    __device__ uint32_t present(int32_t id) const { return id < count() ? source_.present(id) : 0; }
-    // Scores that are not present are undefined; they become NaN. Pairs, as load has them.
-    __device__ void drop_absent(float4 (&units)[kUnits]) const {
-        if constexpr (Source::kAlwaysPresent) {
+    // Calls f(u) for units of the part, as load has them.
+    template <class F>
+    __device__ __forceinline__ void for_units(const F& f) const {
 #pragma unroll
-            for (int u = 0; u < kUnits; ++u) {
-                if (u % 2 == 0 && u * kStripe >= span()) break;
-                units[u] = only_counted(unit_id(u * kStripe), units[u]);
-            }
-        } else {
-            uint32_t bits[kUnits];
-#pragma unroll
-            for (int u = 0; u < kUnits; ++u) {
-                if (u % 2 == 0 && u * kStripe >= span()) break;
-                bits[u] = present(unit_id(u * kStripe));
-            }
-#pragma unroll
-            for (int u = 0; u < kUnits; ++u) {
-                if (u % 2 == 0 && u * kStripe >= span()) break;
-                units[u] = only(bits[u], units[u]);
-            }
+        for (int u = 0; u < kUnits; ++u) {
+            if (u % kSome == 0 && u * kStripe >= span()) break;
+            f(u);
         }
     }
+    // The pages of a part, for the sake of the cache: they come while it is filtered.
+    __device__ void load_pages(int32_t (&pages)[kUnits]) const {
+        if constexpr (!Source::kAlwaysPresent) {
+            for_units([&](int u) {
+                const int32_t id = unit_id(u * kStripe);
+                pages[u] = id < count() ? source_.page(id) : -1;
+            });
+        }
+    }
+    __device__ void await(const int32_t (&pages)[kUnits]) const {
+        if constexpr (!Source::kAlwaysPresent) {
+            for_units([&](int u) { fresh(pages[u]); });
+        }
+    }
+    // Scores behind the last one are undefined; they become NaN.
+    __device__ void drop_uncounted(float4 (&units)[kUnits]) const {
+        for_units([&](int u) { units[u] = only_counted(unit_id(u * kStripe), units[u]); });
+    }
 
-    // Lines evenly spread over the part.
+    // Lines evenly spread over the part. Some may be absent: the bound is a guess.
     __device__ void load_sample(float4 (&units)[kSampleUnits]) const {
         constexpr int kLines = kSampleUnits * kClusterThreads / 32;
         const int32_t gap = span() / kLines / 128 * 128;
-        uint32_t bits[kSampleUnits];
 #pragma unroll
         for (int u = 0; u < kSampleUnits; ++u) {
             const int32_t line = u * (kClusterThreads / 32) + thread_ / 32;
             const int32_t place = line * gap + kUnit * (thread_ % 32);
             const int32_t id = share_.template id<kLine / kPer>(place, rank_);
-            units[u] = load_unit(id);
-            bits[u] = Source::kAlwaysPresent ? 0xfu : present(id);
+            units[u] = only_counted(id, load_unit(id));
         }
-#pragma unroll
-        for (int u = 0; u < kSampleUnits; ++u) units[u] = only(bits[u], units[u]);
     }
 
-    // Sets the bound, from two units of every thread; kSampleUnits where the part is not held
-    // whole.
-    __device__ void sample(const float4 (&units)[kSampleUnits]) {
-        const int32_t sampled = span() > kChunk ? kSampleUnits : 2;
-        uint32_t* bins = reinterpret_cast<uint32_t*>(s_.sample);
-#pragma unroll
-        for (int u = 0; u < kSampleUnits; ++u) {
-            if (u >= sampled || u * kStripe >= span()) break;
-            const float values[kUnit] = {units[u].x, units[u].y, units[u].z, units[u].w};
-#pragma unroll
-            for (int e = 0; e < kUnit; ++e) {
-                const uint32_t key = order_key(values[e]), bin = key >> Base::kSampleShift;
-                if (key != 0) atomicAdd(&bins[bin / 2], bin % 2 ? 0x10000u : 1u);
-            }
+    // Sets the bound. kSampled: units of a thread, all of the part or some.
+    template <int kSampled>
+    __device__ void sample(const float4 (&units)[kSampled]) {
+        // Of as many results as are expected in the sample, and some more for its deviation, so
+        // many threads have one or more.
+        const int32_t own = share_.own(rank_, kLine / kPer, count());
+        float enough = expected(min(kSampled * kStripe, own));
+        const bool few = own >= kStripe && enough < kClusterThreads / 2;
+        if (few) {
+            enough -= enough * enough * (0.5f / kClusterThreads);
+            count_best(units);
+        } else {
+            const int32_t taken = min(2 * kStripe, own);
+            enough = taken < count() ? expected(taken) : static_cast<float>(k_);
+            count_keys(units[0]);
+            count_keys(units[1]);
         }
-        // So many results are expected in the sample, and some more for its deviation.
-        int32_t taken = sampled * kStripe;
-        if (taken >= span()) {
-            taken = 0;
-            for (int32_t place = 0; place < span(); place += kLine / kPer) {
-                const int32_t left = count() - share_.template id<kLine / kPer>(place, rank_);
-                taken += min(max(left, 0), kLine / kPer);
-            }
-        }
-        const float part = static_cast<float>(taken) / static_cast<float>(max(count(), 1));
-        const float mean = static_cast<float>(k_) * part;
-        const float enough = mean + 4.f * sqrtf(mean) + 1.f;
-        const int32_t wanted = part < 1.f ? min(k_, static_cast<int32_t>(enough)) : k_;
         __syncthreads();
-        set_base(Base::find_sampled(wanted));
+        set_base(Base::find_sampled(min(k_, max(1, static_cast<int32_t>(enough)))));
+    }
+    __device__ float expected(int32_t taken) const {
+        const float mean = static_cast<float>(k_) * taken / max(count(), 1);
+        return mean + 4.f * sqrtf(mean) + 1.f;
+    }
+    __device__ void count_key(uint32_t key) {
+        uint32_t* bins = reinterpret_cast<uint32_t*>(s_.sample);
+        const uint32_t bin = key >> Base::kSampleShift;
+        if (key != 0) atomicAdd(&bins[bin / 2], bin % 2 ? 0x10000u : 1u);
+    }
+    template <int kSampled>
+    __device__ void count_best(const float4 (&units)[kSampled]) {
+        float best = bits_float(kNanBits);
+#pragma unroll
+        for (int u = 0; u < kSampled; ++u) {
+            if (u % 2 == 0 && u * kStripe >= span()) break;
+            best = fmaxf(best, fmaxf(fmaxf(units[u].x, units[u].y), fmaxf(units[u].z, units[u].w)));
+        }
+        count_key(order_key(best));
+    }
+    __device__ void count_keys(const float4& unit) {
+        count_key(order_key(unit.x));
+        count_key(order_key(unit.y));
+        count_key(order_key(unit.z));
+        count_key(order_key(unit.w));
     }
 
     __device__ void set_base(uint32_t base) {
@@ -186,27 +200,44 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
         bound_ = score_from(base);
     }
 
-    // Keeps those of two units that reach the bound; the first is at this place and id.
-    __device__ __forceinline__ void append(int32_t place, int32_t id, const float4& a,
-                                           const float4& b) {
-        const float values[2 * kUnit] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    // By selections: an index would put the units into memory.
+    __device__ __forceinline__ static float4 one_of(const float4 (&units)[1], int32_t) {
+        return units[0];
+    }
+    __device__ __forceinline__ static float4 one_of(const float4 (&units)[2], int32_t u) {
+        return u & 1 ? units[1] : units[0];
+    }
+    __device__ __forceinline__ static float4 one_of(const float4 (&units)[4], int32_t u) {
+        const float4 low = u & 1 ? units[1] : units[0], high = u & 1 ? units[3] : units[2];
+        return u & 2 ? high : low;
+    }
+
+    // Keeps those of some units that reach the bound; the first unit is at this place and id.
+    template <int kSome>
+    __device__ __forceinline__ void append(int32_t place, int32_t id,
+                                           const float4 (&units)[kSome]) {
         uint32_t pass = 0, forced = 0;
 #pragma unroll
-        for (int e = 0; e < 2 * kUnit; ++e) {
-            if (values[e] >= bound_) pass |= 1u << e;
-            const int32_t stripe = e / kUnit * kStripe;
-            if (is_forced(id + (stripe << share_.size_log) + e % kUnit)) forced |= 1u << e;
+        for (int u = 0; u < kSome; ++u) {
+            const float values[kUnit] = {units[u].x, units[u].y, units[u].z, units[u].w};
+#pragma unroll
+            for (int e = 0; e < kUnit; ++e) {
+                if (values[e] >= bound_) pass |= 1u << (kUnit * u + e);
+                if (is_forced(id + (u * kStripe << share_.size_log) + e)) {
+                    forced |= 1u << (kUnit * u + e);
+                }
+            }
         }
         pass |= forced;
         if (pass == 0) return;
         int32_t at = atomicAdd(&s_.kept, __popc(pass));
         full_ |= at + __popc(pass) > kTrigger;
         do {
-            const int32_t e = __ffs(static_cast<int>(pass)) - 1;
-            const float4 unit = e & 4 ? b : a;
+            const uint32_t e = __ffs(static_cast<int>(pass)) - 1;
+            const float4 unit = one_of(units, e / kUnit);
             const float2 pair = e & 2 ? float2{unit.z, unit.w} : float2{unit.x, unit.y};
             s_.keys[at] = forced >> e & 1 ? kForcedKey : order_key(e & 1 ? pair.y : pair.x);
-            s_.places[at] = static_cast<uint32_t>(place + (e & 4 ? kStripe : 0) + (e & 3));
+            s_.places[at] = static_cast<uint32_t>(place) + e / kUnit * kStripe + e % kUnit;
             ++at;
             pass &= pass - 1;
         } while (pass != 0);
@@ -217,35 +248,41 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     __device__ void stream(float4 (&units)[kUnits]) {
         for (int32_t first = 0; first < span(); first += kChunk) {
 #pragma unroll
-            for (int u = 0; u < kUnits; u += 2) {
+            for (int u = 0; u < kUnits; u += kSome) {
                 const int32_t stripe = first + u * kStripe;
                 if (u >= kLookUnits && stripe >= span()) break;
                 if (u % kLookUnits == 0 && stripe > 0 && __syncthreads_or(full_)) refine(true);
                 const int32_t id = unit_id(stripe);
-                if (stripe < span()) {
-                    append(stripe + kUnit * thread_, id, units[u], units[u + 1]);
+                if (stripe >= span()) continue;
+                float4 some[kSome];
+#pragma unroll
+                for (int i = 0; i < kSome; ++i) some[i] = units[u + i];
+                if (first + kChunk < span()) {
+#pragma unroll
+                    for (int i = 0; i < kSome; ++i) {
+                        units[u + i] = load_unit(id + (i * kStripe + kChunk << share_.size_log));
+                    }
                 }
-                units[u] = load_unit(id + (kChunk << share_.size_log));
-                units[u + 1] = load_unit(id + (kStripe + kChunk << share_.size_log));
+                append(stripe + kUnit * thread_, id, some);
             }
         }
     }
 
     // Makes nothing of candidates that are not present: their scores mean nothing.
     __device__ void verify() {
-        if (Source::kAlwaysPresent) return;
-        __syncthreads();
-        const int32_t count = s_.kept;
+        if constexpr (!Source::kAlwaysPresent) {
+            __syncthreads();
+            const int32_t count = s_.kept;
 #pragma unroll 1
-        for (int32_t i = thread_; i < count; i += kClusterThreads) {
-            const int32_t id = id_at(i);
-            if ((source_.present(id & -kUnit) >> id % kUnit & 1) == 0) s_.keys[i] = 0;
+            for (int32_t i = thread_; i < count; i += kClusterThreads) {
+                const int32_t id = id_at(i), unit = id & -kUnit;
+                const uint32_t present = source_.present(unit, source_.page(unit));
+                if ((present >> id % kUnit & 1) == 0) s_.keys[i] = 0;
+            }
         }
     }
 
-    __device__ int32_t id_at(int32_t i) const {
-        return share_.id(static_cast<int32_t>(s_.places[i]), rank_);
-    }
+    __device__ int32_t id_at(int32_t i) const { return share_.id(s_.places[i], rank_); }
 
     // Puts the entries of blocks in their stead: of the k best, where there are more than are
     // listed.
@@ -259,7 +296,6 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
         full_ = false;
         bound_ = score_from(least_);  // entries of equal score may have lower ids
         __syncthreads();
-        const float nan = bits_float(kNanBits);
 #pragma unroll 1
         for (int32_t first = 0; first < 2 * count; first += kClusterThreads) {
             if (first > 0 && __syncthreads_or(full_)) refine(false);
@@ -268,7 +304,8 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
             const int32_t place =
                 kPoolBlock * static_cast<int32_t>(s_.blocks[i / 2]) + i % 2 * kUnit;
             const int32_t id = share_.id(place, rank_);
-            append(place, id, source_.entries(id), {nan, nan, nan, nan});
+            const float4 entries[1] = {source_.entries(id)};
+            append(place, id, entries);
         }
     }
 
@@ -284,8 +321,8 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
             const int32_t i = first + thread_;
             const uint32_t key = i < count ? s_.keys[i] : 0, place = i < count ? s_.places[i] : 0;
             const bool stays = i < count && Base::is_result(i);
-            int32_t before, total;
-            ClusterScan(s_.scan).ExclusiveSum(stays ? 1 : 0, before, total);
+            int32_t total;
+            const int32_t before = Base::sum_before(stays ? 1 : 0, total);
             if (stays) {
                 s_.keys[kept + before] = key;
                 s_.places[kept + before] = place;
@@ -307,11 +344,15 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     template <class Sink>
     __device__ bool finish(int32_t& total, const Sink& sink) {
         uint32_t base = base_;
-        const bool found = Base::cut(base, total);
-        if (found) emit(sink);
-        Base::leave();
-        if (found) return true;
-        Base::clear();
+        if (Base::cut(base, total)) {
+            emit(sink);
+            return true;
+        }
+        __syncthreads();
+        exchange_.reopen();
+        exchange_.close();
+        clear_candidates(s_);
+        __syncthreads();
         full_ = false;
         set_base(base);
         return false;
@@ -322,9 +363,9 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
         const int32_t count = s_.kept;
         uint32_t* mask = reinterpret_cast<uint32_t*>(s_.mask);
         const int32_t* ranks = reinterpret_cast<const int32_t*>(s_.ranks);
-        int32_t base = 0;
-        for (int32_t window = 0; window < length_; window += kWindow) {
-            if (window > 0) Base::next_window();
+        int32_t base = 0, window = 0;
+        while (true) {
+            const bool last = window + kWindow >= length_;
 #pragma unroll 1
             for (int32_t i = thread_; i < count; i += kClusterThreads) {
                 const uint32_t at = s_.places[i] - static_cast<uint32_t>(window);
@@ -333,6 +374,7 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
             Base::count_lines(window);
             __syncthreads();
             base += rank_words(base);
+            if (last) exchange_.reopen();
             __syncthreads();
 #pragma unroll 1
             for (int32_t i = thread_; i < count; i += kClusterThreads) {
@@ -341,8 +383,10 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
                 const uint32_t lower = mask[at / 32] & ((1u << at % 32) - 1);
                 sink(ranks[at / 32] + __popc(lower), id_at(i), s_.keys[i]);
             }
+            if (last) return;
+            window += kWindow;
+            Base::next_window();
         }
-        __syncthreads();
     }
 
     // Writes the ranks of this thread's words, counted from base; returns the number of results in
@@ -350,21 +394,14 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     __device__ int32_t rank_words(int32_t base) {
         const uint4 words = s_.mask[thread_];
         const int32_t x = __popc(words.x), y = __popc(words.y), z = __popc(words.z);
-        int32_t sum = x + y + z + __popc(words.w), lower = 0, before, total;
+        int32_t sum = x + y + z + __popc(words.w), lower = 0, total;
         if (kCluster) {
             constexpr int kThreads = kLine / 128;  // of a line
-            const uint32_t line = s_.lines[thread_ / kThreads];
-            int32_t own = sum;
-#pragma unroll
-            for (int lane = 1; lane < kThreads; lane *= 2) {
-                own += __shfl_xor_sync(0xffffffffu, own, lane);
-            }
-            if (thread_ % kThreads == kThreads - 1)
-                sum += static_cast<int32_t>(line & 0xffffu) - own;
-            lower = static_cast<int32_t>(line >> 16);
+            const uint32_t others = s_.lines[thread_ / kThreads];
+            if (thread_ % kThreads == kThreads - 1) sum += static_cast<int32_t>(others & 0xffffu);
+            lower = static_cast<int32_t>(others >> 16);
         }
-        ClusterScan(s_.scan).ExclusiveSum(sum, before, total);
-        before += base + lower;
+        const int32_t before = base + lower + Base::sum_before(sum, total);
         s_.ranks[thread_] = {before, before + x, before + x + y, before + x + y + z};
         return total;
     }

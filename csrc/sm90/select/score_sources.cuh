@@ -21,9 +21,12 @@ struct PagedRow {
     __device__ int32_t num_blocks() const {
         return columns.count / kPoolBlock + (columns.count % kPoolBlock != 0);
     }
-    // Whether the entries around a visible position are on a page.
-    __device__ bool on_page(int32_t position) const {
-        return static_cast<uint32_t>(columns.pages[position >> page_shift]) <= last_page;
+    // Of the entries around a visible position.
+    __device__ __forceinline__ int32_t page(int32_t position) const {
+        return columns.pages[position >> page_shift];
+    }
+    __device__ __forceinline__ bool is_page(int32_t page) const {
+        return static_cast<uint32_t>(page) <= last_page;
     }
     __device__ int32_t slot(int32_t position) const {
         return slot_of(columns.pages[position >> page_shift], columns.page_size,
@@ -49,8 +52,9 @@ struct EntryScores {
     __device__ static constexpr int32_t forced() { return -1; }
     __device__ int32_t count() const { return row.columns.count; }
     __device__ __forceinline__ float4 load(int32_t id) const { return row.load(id); }
-    __device__ __forceinline__ uint32_t present(int32_t id) const {
-        return row.on_page(id) ? first_of_four(count() - id) : 0;
+    __device__ __forceinline__ int32_t page(int32_t id) const { return row.page(id); }
+    __device__ __forceinline__ uint32_t present(int32_t id, int32_t page) const {
+        return row.is_page(page) ? first_of_four(count() - id) : 0;
     }
     __device__ int32_t position(int32_t id) const { return id; }
 };
@@ -64,11 +68,12 @@ struct PoolScores {
     __device__ static constexpr int32_t forced() { return -1; }
     __device__ int32_t count() const { return row.columns.count; }
     __device__ __forceinline__ float4 load(int32_t id) const { return row.load(id); }
-    __device__ __forceinline__ uint32_t present(int32_t id) const {
+    __device__ __forceinline__ int32_t page(int32_t id) const {
         const int64_t position = row.columns.position(id);
-        if (!row.columns.visible(position)) return 0;
-        const int32_t visible = row.columns.n_vis - static_cast<int32_t>(position);
-        return row.on_page(static_cast<int32_t>(position)) ? first_of_four(visible) : 0;
+        return row.columns.visible(position) ? row.page(static_cast<int32_t>(position)) : -1;
+    }
+    __device__ __forceinline__ uint32_t present(int32_t id, int32_t page) const {
+        return row.is_page(page) ? first_of_four(row.columns.n_vis - position(id)) : 0;
     }
     __device__ int32_t position(int32_t id) const {
         return static_cast<int32_t>(row.columns.position(id));
@@ -85,13 +90,13 @@ struct BlockIds {
     __device__ int32_t forced() const {
         return row.columns.n_vis > 0 ? (row.columns.n_vis - 1) / kPoolBlock : -1;
     }
-    __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
 };
 
 struct BlockScores : BlockIds {
     __device__ float maximum(int32_t block) const {
         const int32_t first = block * kPoolBlock;
-        if (first >= row.columns.count || !row.on_page(first)) return bits_float(kNanBits);
+        if (first >= row.columns.count || !row.is_page(row.page(first)))
+            return bits_float(kNanBits);
         float4 a = row.load(first), b = a;
         if (first + 4 < row.columns.count) b = row.load(first + 4);
         if (first + kPoolBlock > row.columns.count) {
@@ -135,7 +140,6 @@ struct EntryMaxima {
         if (there > 2) unit.z = row.scores[id + 2];
         return only(first_of_four(there), unit);
     }
-    __device__ static constexpr uint32_t present(int32_t) { return 0xfu; }
     __device__ int32_t position(int32_t id) const { return id; }
 };
 

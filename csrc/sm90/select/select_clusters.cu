@@ -11,6 +11,7 @@
 // multiple of 4, scores aligned to 16 bytes. select.cu has the other shapes.
 #include "core/schedule.h"
 #include "sm90/common/cluster.h"
+#include "sm90/common/dependents.cuh"
 #include "sm90/common/launch.h"
 #include "sm90/select/cluster_rows.cuh"
 #include "sm90/select/score_sources.cuh"
@@ -26,22 +27,32 @@ struct Shared {
     CandidateShared top_k;
     PagedRow row;
 };
+struct ClusterShared : Shared {
+    Inbox inbox;
+};
+template <bool kCluster>
+constexpr size_t kSharedBytes = kCluster ? sizeof(ClusterShared) : sizeof(Shared);
 
 // Where the kernel looks for the best entries.
 enum class Among { Entries, Pool, BlockMaxima };
 
 template <bool kCluster, int kUnits, class Source>
 __device__ void write_blocks(const PoolOut& out, int64_t row, const Source& source,
-                             int32_t size_log, CandidateShared& shared) {
+                             int32_t size_log, CandidateShared& shared,
+                             Exchange<kCluster>& exchange) {
     const auto put = [&](int32_t i, int32_t block, uint32_t key) {
         out.blocks.row(row)[i] = block;
         if (!out.scores) return;
         out.scores.row(row)[i] =
             score_of_key(key == kForcedKey ? order_key(source.maximum(block)) : key);
     };
-    ClusterTopK<kCluster, kUnits, Source> top_k(source, size_log, out.width, shared);
+    ClusterTopK<kCluster, kUnits, Source> top_k(source, size_log, out.width, shared, exchange);
     float4 units[kUnits];
     top_k.load(units);
+    __syncthreads();  // the entries' candidates are done with
+    exchange.close();
+    clear_candidates(shared);
+    __syncthreads();
     const int32_t count = top_k.run(units, put);
     const int32_t thread = cluster_thread<kCluster>();
     for (int32_t i = count + thread; i < out.width; i += cluster_threads<kCluster>()) put(i, -1, 0);
@@ -50,8 +61,9 @@ __device__ void write_blocks(const PoolOut& out, int64_t row, const Source& sour
 
 template <bool kCluster, int kUnits, class Source>
 __device__ void write_row(const SelectParams& p, int64_t row, const Source& source,
-                          int32_t size_log, float4 (&units)[kUnits], CandidateShared& shared) {
-    ClusterTopK<kCluster, kUnits, Source> top_k(source, size_log, p.k, shared);
+                          int32_t size_log, float4 (&units)[kUnits], CandidateShared& shared,
+                          Exchange<kCluster>& exchange) {
+    ClusterTopK<kCluster, kUnits, Source> top_k(source, size_log, p.k, shared, exchange);
     write_entries<kCluster>(p.out, row, p.k, source,
                             [&](const auto& sink) { return top_k.run(units, sink); });
 }
@@ -63,8 +75,12 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
                            int32_t size_log) {
     extern __shared__ uint4 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-    cudaGridDependencySynchronize();  // launched while the kernel in front was ending
     if (!kCluster) size_log = 0;
+    Exchange<kCluster> exchange(kCluster ? &static_cast<ClusterShared&>(shared).inbox : nullptr,
+                                size_log);
+    clear_candidates(shared.top_k);
+    wait_for_previous();
+    allow_dependents();
     const int64_t row = blockIdx.x >> size_log;
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
     constexpr int kPer = kAmong == Among::BlockMaxima ? kPoolBlock : 1;  // columns of a value
@@ -75,20 +91,22 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
     const float* scores = p.scores.row(row);
     const float* values = kPer > 1 ? maxima.row(row) : scores;
     const Share<kLine> all{static_cast<int32_t>(p.columns), size_log};
+    const int32_t own = all.template id<kLine / kPer>(kUnit * threadIdx.x, rank);
     const auto read = [&](int32_t columns) {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
-            const int32_t place = u * kStripe + kUnit * static_cast<int32_t>(threadIdx.x);
-            const int32_t at = all.template id<kLine / kPer>(place, rank);
+            const int32_t at = own + (u * kStripe << size_log);
             if (at < columns / kPer)
                 units[u] = __ldcs(reinterpret_cast<const float4*>(values + at));
         }
     };
     // Where a block's part lies does not depend on how many columns count: scores are read before
     // that is known. Of maxima, nobody wrote those behind the last tile that counts.
+    const RowWords words = row_words(p, row);
     if (kPer == 1) read(all.count);
+    exchange.close();
     if (threadIdx.x == 0) {
-        shared.row = paged_row(columns_of(p, p.page_size, p.columns, row), scores,
+        shared.row = paged_row(columns_of(p, p.page_size, p.columns, row, words), scores,
                                kPer > 1 ? values : nullptr, page_shift);
     }
     __syncthreads();
@@ -96,16 +114,21 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
     const PagedRow& of = shared.row;
     CandidateShared& top_k = shared.top_k;
     if constexpr (kAmong == Among::Pool) {
-        write_row<kCluster>(p, row, PoolScores{of}, size_log, units, top_k);
+        write_row<kCluster>(p, row, PoolScores{of}, size_log, units, top_k, exchange);
     } else if constexpr (kAmong == Among::Entries) {
-        write_row<kCluster>(p, row, EntryScores{of}, size_log, units, top_k);
-        if (!p.pool_out.blocks) return;
-        write_blocks<kCluster, 2>(p.pool_out, row, BlockScores{{of}}, size_log, top_k);
+        write_row<kCluster>(p, row, EntryScores{of}, size_log, units, top_k, exchange);
+        if (p.pool_out.blocks) {
+            write_blocks<kCluster, 2>(p.pool_out, row, BlockScores{{of}}, size_log, top_k,
+                                      exchange);
+        }
     } else {
-        write_row<kCluster>(p, row, EntryMaxima{of}, size_log, units, top_k);
-        if (!p.pool_out.blocks) return;
-        write_blocks<kCluster, 2>(p.pool_out, row, BlockMaxima{{of}}, size_log, top_k);
+        write_row<kCluster>(p, row, EntryMaxima{of}, size_log, units, top_k, exchange);
+        if (p.pool_out.blocks) {
+            write_blocks<kCluster, 2>(p.pool_out, row, BlockMaxima{{of}}, size_log, top_k,
+                                      exchange);
+        }
     }
+    exchange.close();
 }
 
 template <Among kAmong>
@@ -113,14 +136,14 @@ cudaError_t launch_rows(const SelectParams& p, const Matrix<const float>& maxima
                         cudaStream_t stream) {
     const int32_t page_shift = floor_log2(p.page_size);
     constexpr auto kernel = select_clusters_kernel<true, kAmong>;
-    int32_t size = cluster_size_for<kernel>(p.batch.rows, kClusterThreads, sizeof(Shared));
+    int32_t size = cluster_size_for<kernel>(p.batch.rows, kClusterThreads, kSharedBytes<true>);
     while (size > 1 && p.columns / size < kLeastColumns) size /= 2;
     if (size == 1) {
         return launch(select_clusters_kernel<false, kAmong>, blocks_for(p.batch.rows, 1),
-                      kClusterThreads, sizeof(Shared), stream, p, maxima, page_shift, 0);
+                      kClusterThreads, kSharedBytes<false>, stream, p, maxima, page_shift, 0);
     }
-    return launch_clusters(kernel, p.batch.rows, size, kClusterThreads, sizeof(Shared), stream, p,
-                           maxima, page_shift, floor_log2(size));
+    return launch_clusters(kernel, p.batch.rows, size, kClusterThreads, kSharedBytes<true>, stream,
+                           p, maxima, page_shift, floor_log2(size));
 }
 
 }  // namespace
