@@ -10,8 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND = 97  # exit code of a tool that found an error
@@ -66,8 +65,9 @@ def sanitize(program: str, tool: str) -> tuple[bool, str]:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        ran = output.count("ran ")
-        return False, f"{tool}: not done after {TIMEOUT} s, {ran} calls ran"
+        calls = [line.removeprefix("ran ") for line in output.splitlines() if line[:4] == "ran "]
+        last = f", the last of them {calls[-1]}" if calls else ""
+        return False, f"{tool}: not done after {TIMEOUT} s, {len(calls)} calls ran{last}"
     output = done.stdout + done.stderr
     ran = done.stdout.count("ran ")
     if ran == 0 and any(refusal in output for refusal in REFUSALS):
@@ -89,11 +89,13 @@ def main(arguments: list[str]) -> int:
         print("sanitize: there is no compute-sanitizer here: skipped")
         return 0
     tools = arguments or TOOLS
+    clean = True
     with ThreadPoolExecutor(len(tools)) as pool:
-        results = list(pool.map(partial(sanitize, program), tools))
-    for _, text in results:
-        print(f"sanitize: {text}")
-    return 0 if all(clean for clean, _ in results) else 1
+        for done in as_completed([pool.submit(sanitize, program, tool) for tool in tools]):
+            sound, text = done.result()
+            print(f"sanitize: {text}", flush=True)
+            clean &= sound
+    return 0 if clean else 1
 
 
 if __name__ == "__main__":
