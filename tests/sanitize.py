@@ -16,9 +16,9 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND = 97  # exit code of a tool that found an error
 TIMEOUT = 420  # seconds
 # Warps of many_heads_kernel meet at named barriers from different places in the code, some of them
-# arriving without waiting (bar.arrive): racecheck and synccheck do not follow that. docs/attend.md
-# has the barriers; repeated runs compare bits instead (tests/test_attend_repeats.py). In
-# few_heads_kernel one lane arrives for its warp, which racecheck does not follow either.
+# arriving without waiting (bar.arrive): racecheck and synccheck do not follow that; repeated runs
+# compare bits instead (tests/test_attend_repeats.py). In few_heads_kernel one lane arrives for its
+# warp, which racecheck does not follow either.
 UNFOLLOWED = {
     "racecheck": ("many_heads_kernel", "few_heads_kernel"),
     "synccheck": ("many_heads_kernel",),
