@@ -3,7 +3,8 @@
 A result regresses if it is worse than the baseline's by more than `tolerance` of it and by more
 than a floor (`ERROR_FLOOR` of an error, `SHARE_FLOOR` of a share). Runs of the same settings draw
 the same inputs, so sampling does not enter; the floors leave room for another order of summation. A
-check that held and fails regresses, and so does a result that is missing from a table of both runs.
+check that held and fails regresses, and so does a result that is missing from a table of both runs
+or has fewer rows.
 """
 
 import json
@@ -49,9 +50,36 @@ def load(path: Path) -> dict[str, Any]:
         run = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"flash_csa.accuracy: cannot read {path}: {error}") from error
-    if not isinstance(run, dict) or not {"results", "checks", "settings"} <= set(run):
+    if not _well_formed(run):
         raise ValueError(f"flash_csa.accuracy: {path} must be a results.json of this command")
     return run
+
+
+def _well_formed(run: Any) -> bool:
+    """All that a comparison reads is there."""
+    try:
+        for check in run["checks"]:
+            _ = [check[k] for k in ("backend", "axis", "name", "value", "holds")]
+        for result in run["results"]:
+            hash(tuple(result[k] for k in (*KEY, "better")))
+            _ = METRICS[result["metric"]], run["experiments"][result["experiment"]]["axis"]
+            if not isinstance(result["value"], int | float | None) or result["n"] < 1:
+                return False
+        return set(SAME) <= set(run["settings"])
+    except (KeyError, TypeError):
+        return False
+
+
+def comparable(settings: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: a run of these settings draws other inputs than the baseline's.
+    """
+    for name in SAME:
+        ours, theirs = (_plain(each[name]) for each in (settings, baseline["settings"]))
+        if ours != theirs:
+            raise ValueError(
+                f"flash_csa.accuracy: the baseline's {name} must be {ours}, got {theirs}"
+            )
 
 
 def regressions(
@@ -62,12 +90,7 @@ def regressions(
     Raises:
         ValueError: the runs draw different inputs, or have no table in common.
     """
-    for name in SAME:
-        ours, theirs = (_plain(each["settings"][name]) for each in (run, baseline))
-        if ours != theirs:
-            raise ValueError(
-                f"flash_csa.accuracy: the baseline's {name} must be {ours}, got {theirs}"
-            )
+    comparable(run["settings"], baseline)
     views = [{tuple(r[k] for k in VIEW) for r in each["results"]} for each in (run, baseline)]
     if not views[0] & views[1]:
         raise ValueError("flash_csa.accuracy: the baseline has none of this run's tables")
@@ -109,14 +132,19 @@ def _results(
         if key[: len(VIEW)] not in measured:
             continue
         after = now.get(key)
-        if after is None or _worse(before, after["value"], tolerance):
-            axis = axes[before["experiment"]]["axis"]
-            value = None if after is None else after["value"]
-            found.append(Regression(axis, ", ".join(map(str, key)), before["value"], value))
+        value = None if after is None else after["value"]
+        axis, what = axes[before["experiment"]]["axis"], ", ".join(map(str, key))
+        if _worse(before, value, tolerance):
+            found.append(Regression(axis, what, before["value"], value))
+        elif after is not None and after["n"] < before["n"]:  # rows without a finite value
+            found.append(Regression(axis, f"{what}, rows", before["n"], after["n"]))
     return found
 
 
-def _worse(before: Mapping[str, Any], value: float, tolerance: float) -> bool:
+def _worse(before: Mapping[str, Any], value: float | None, tolerance: float) -> bool:
+    """None: missing, or not finite."""
+    if value is None or before["value"] is None:
+        return before["value"] is not None
     change = value - before["value"]
     if before["better"] == "higher":
         change = -change

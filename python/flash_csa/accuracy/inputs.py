@@ -17,6 +17,7 @@ Other tensors are ignored. Metadata `origin`, `model`, `model_license`, `text`, 
 shown in the report. With hidden states alone the weights are drawn (drawn.py).
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,22 +53,35 @@ def make(name: str, tokens: int, shape: Shape, seed: int, device: str) -> Activa
     """
     if name in SETS:
         return SETS[name](tokens, shape, seed, device)
-    path = SHIPPED if name == CAPTURE else Path(name)
+    path = path_of(name)
     tensors, facts = read(path)
-    label = CAPTURE if name == CAPTURE else path.stem
     states = _states(tensors)
     if states:
         _enough(path, len(states[0]), tokens)
         origin = SHIPPED_ORIGIN if name == CAPTURE else _origin(facts, "weights drawn")
-        return draw_group([x[:tokens] for x in states], label, origin, shape, seed, device)
-    return _exact(path, tensors, label, _origin(facts, "captured queries and keys"), tokens, device)
+        return draw_group([x[:tokens] for x in states], label(name), origin, shape, seed, device)
+    return _exact(
+        path, tensors, label(name), _origin(facts, "captured queries and keys"), tokens, device
+    )
+
+
+def path_of(name: str) -> Path | None:
+    """The file of a capture; None: a built-in set."""
+    if name in SETS:
+        return None
+    return SHIPPED if name == CAPTURE else Path(name)
+
+
+def label(name: str) -> str:
+    """What the report calls it."""
+    return name if name in SETS or name == CAPTURE else Path(name).stem
 
 
 def length(name: str) -> int | None:
     """Tokens of a capture; None: a set of any length."""
     if name in SETS:
         return None
-    tensors, _ = read(SHIPPED if name == CAPTURE else Path(name))
+    tensors, _ = read(path_of(name))
     states = _states(tensors)
     return len(states[0]) if states else len(tensors["kv"])
 
@@ -76,7 +90,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a safetensors file.
 
     Raises:
-        ValueError: no such file, none of the tensors above, NaN or Inf.
+        ValueError: no such file, none of the tensors above, a shape that does not fit, NaN or Inf.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -92,7 +106,35 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise _error(path, f"finite values in {name}", "NaN or Inf")
+    _check_shapes(path, tensors)
     return tensors, facts
+
+
+def _check_shapes(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Of all but the queries of layers."""
+    states = _states(tensors)
+    tokens = len(torch.atleast_1d(states[0] if states else tensors["kv"]))
+    shapes = {
+        "kv": (tokens, HEAD_DIM),
+        "gate": (tokens, HEAD_DIM),
+        "window_kv": (tokens, HEAD_DIM),
+        "norm_weight": (HEAD_DIM,),
+        "key_weight": (INDEX_DIM, HEAD_DIM),
+        "key_norm_weight": (INDEX_DIM,),
+    }
+    for state in states:
+        if state.dim() != 2 or len(state) != tokens or not state.shape[1]:
+            raise _error(path, f"hidden states of [{tokens}, width]", list(state.shape))
+    if states:
+        return
+    for name, shape in shapes.items():
+        if name in tensors and tensors[name].shape != shape:
+            raise _error(path, f"{name} of {list(shape)}", list(tensors[name].shape))
+    positions = tensors.get("positions")
+    if positions is not None:
+        steps = positions.flatten().long().diff(prepend=torch.tensor([-1]))
+        if positions.dim() != 1 or not (steps > 0).all():
+            raise _error(path, "positions that ascend from 0 or more", "others")
 
 
 def _states(tensors: dict[str, Tensor]) -> list[Tensor]:
@@ -103,8 +145,8 @@ def _states(tensors: dict[str, Tensor]) -> list[Tensor]:
 
 def _numbered(tensors: dict[str, Tensor], what: str) -> dict[int, Tensor]:
     """layers.N.`what`, by N ascending."""
-    names = [n.split(".") for n in tensors if n.startswith("layers.") and n.endswith(f".{what}")]
-    return {n: tensors[f"layers.{n}.{what}"] for n in sorted(int(name[1]) for name in names)}
+    found = [re.fullmatch(rf"layers\.(0|[1-9][0-9]*)\.{what}", name) for name in tensors]
+    return {n: tensors[f"layers.{n}.{what}"] for n in sorted(int(m[1]) for m in found if m)}
 
 
 def _exact(
@@ -121,6 +163,8 @@ def _exact(
         raise _error(path, "tensors layers.N.q", sorted(tensors))
     positions = tensors["positions"].long()
     kept = positions < tokens
+    if kept.sum() < 2:
+        raise _error(path, f"two positions below {tokens}", int(kept.sum()))
     layers = [_layer(path, tensors, number, kept, device) for number in numbers]
     kv = kv[:tokens].to(device)
 
@@ -156,6 +200,8 @@ def _layer(path: Path, tensors: dict, number: int, kept: Tensor, device: str) ->
     index_q = of("index_q", (rows, None, INDEX_DIM))
     weights = of("index_weights", (rows, index_q.shape[1])).float()
     sink = tensors.get(f"layers.{number}.sink", torch.full(q.shape[1:2], SINK))
+    if sink.shape != q.shape[1:2]:
+        raise _error(path, f"layers.{number}.sink of {list(q.shape[1:2])}", list(sink.shape))
     return Queries(round_bf16(q), round_bf16(index_q), weights, sink.float().to(device))
 
 

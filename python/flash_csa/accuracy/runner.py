@@ -1,12 +1,16 @@
 """Runs units, one experiment on one input each, and keeps what is done in a file beside the report,
 so that an interrupted run goes on where it was."""
 
+import fcntl
 import hashlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import torch
 
 from .. import _C, __version__
 from . import inputs, stages, truths
@@ -56,17 +60,25 @@ def units(settings: Settings) -> list[Unit]:
     """What a run consists of, in order; a capture is measured at the contexts that it holds.
 
     Raises:
-        ValueError: nothing is left to measure.
+        ValueError: nothing is left to measure, or two inputs of one name.
     """
+    labels = [inputs.label(name) for name in settings.inputs]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"flash_csa.accuracy: inputs need names of their own, got two {label}")
     found = [Unit("truths", "", 0, backend) for backend in settings.backends]
+    long = False
     for backend in settings.backends:
         for name in settings.inputs:
             held = inputs.length(name)
             for context in settings.contexts:
                 if held is None or context <= held:
                     found += _units_of(settings, name, context, backend)
-    if len(found) == len(settings.backends):
+                    long = True
+    if not long:
         raise ValueError("flash_csa.accuracy: no input holds as many tokens as --context asks for")
+    if len(found) == len(settings.backends):
+        raise ValueError("flash_csa.accuracy: none of the experiments measures these inputs")
     return found
 
 
@@ -87,19 +99,22 @@ def run(
     advance: Callable[[Unit, bool], None] = lambda unit, resumed: None,
 ) -> dict[str, Any]:
     """All units; those that `folder` has from an earlier run of the same code, library and
-    settings are taken from there. `advance` after each. Returns what results.json holds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, mark = folder / UNITS_FILE, fingerprint(settings)
-    done = _read(path, mark)
+    settings are taken from there. `advance` after each. Returns what results.json holds.
+
+    Raises:
+        ValueError: `folder` cannot be written, or another run is writing there.
+    """
     planned, cases = units(settings), _Cases(settings, make_backend)
+    mark = fingerprint(settings)
     lines = []
-    with path.open("a", encoding="utf-8") as file:
+    with _open(folder) as file:
+        done = _read(file, mark)
         for unit in planned:
             line = done.get(unit)
             if line is None:
                 line = _measure(unit, settings, cases)
                 kept = {"fingerprint": mark, "unit": asdict(unit)} | line
-                file.write(json.dumps(kept) + "\n")
+                file.write(json.dumps(kept).encode() + b"\n")
                 file.flush()
             advance(unit, unit in done)
             lines.append(line)
@@ -187,16 +202,41 @@ def _line(
     }
 
 
-def _read(path: Path, mark: str) -> dict[Unit, dict[str, Any]]:
-    """Whole lines of the same fingerprint; the last one may have been cut short."""
-    if not path.exists():
-        return {}
-    text = path.read_text(encoding="utf-8")
-    if text and not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
-        path.write_text(text, encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    return {Unit(**line.pop("unit")): line for line in lines if line.pop("fingerprint") == mark}
+def _open(folder: Path) -> IO[bytes]:
+    """The units file, locked until it is closed or the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / UNITS_FILE).open("a+b")
+    except OSError as error:
+        raise ValueError(f"flash_csa.accuracy: cannot write {folder}: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ValueError(f"flash_csa.accuracy: another run is writing to {folder}") from error
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def _read(file: IO[bytes], mark: str) -> dict[Unit, dict[str, Any]]:
+    """Units of the same fingerprint; what else stands in the file does not count, and a last line
+    that was cut short is taken away."""
+    file.seek(0)
+    data = file.read()
+    file.truncate(data.rfind(b"\n") + 1)
+    found = (_kept(line, mark) for line in data.split(b"\n")[:-1])
+    return dict(unit for unit in found if unit is not None)
+
+
+def _kept(text: bytes, mark: str) -> tuple[Unit, dict[str, Any]] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or line.pop("fingerprint", None) != mark:
+        return None
+    return Unit(**line.pop("unit")), line
 
 
 def instructions(settings: Settings) -> str:
@@ -205,10 +245,24 @@ def instructions(settings: Settings) -> str:
 
 
 def fingerprint(settings: Settings) -> str:
-    """Of settings, instructions, captures, this package and the library: what results depend on."""
-    digest = hashlib.sha256(json.dumps([asdict(settings), instructions(settings)]).encode())
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    files += [Path(name) for name in settings.inputs if Path(name).is_file()]
+    """Of settings, instructions, captures, this package, the library, PyTorch and modules of back
+    ends: what results depend on."""
+    told = [asdict(settings), instructions(settings), torch.__version__]
+    digest = hashlib.sha256(json.dumps(told).encode())
+    package = Path(__file__).parent.parent
+    files = sorted(p for p in package.rglob("*.py") if package / "cli" not in p.parents)
+    files += [path for name in settings.inputs if (path := inputs.path_of(name)) is not None]
+    files += [path for name in settings.backends if (path := _module(name)) is not None]
     for path in (*files, Path(_C.__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _module(backend: str) -> Path | None:
+    """The file of a back end by module:Class."""
+    name, colon, _ = backend.partition(":")
+    try:
+        found = importlib.util.find_spec(name) if name and colon else None
+    except (ImportError, ValueError):  # make_backend says so
+        return None
+    return Path(found.origin) if found and found.has_location else None

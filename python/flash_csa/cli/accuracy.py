@@ -2,16 +2,17 @@
 
 import importlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
 from ..accuracy import EXPERIMENTS, Shape, html, summary
 from ..accuracy.backends import Formula
-from ..accuracy.baseline import TOLERANCE, Regression, load, regressions
+from ..accuracy.baseline import TOLERANCE, Regression, comparable, load, regressions
 from ..accuracy.case import FORMULA
 from ..accuracy.compiled import Compiled
 from ..accuracy.inputs import CAPTURE, SETS
@@ -65,8 +66,8 @@ def command(
     draws: Annotated[int, typer.Option(min=1, help="Draws of weights and sets.")] = 2,
     layers: Annotated[int, typer.Option(min=2, help="Layers of a drawn group.")] = 8,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads of a drawn group.")] = 16,
-    topk: Annotated[int, typer.Option(min=1, help="Entries that a row selects.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first draw.")] = 0,
+    topk: Annotated[int, typer.Option(min=1, max=65_536, help="Entries that a row selects.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the first draw.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json.")] = False,
 ) -> None:
@@ -83,16 +84,11 @@ def command(
         draws=draws,
         seed=seed,
         shape=Shape(layers=layers, heads=heads, rows=rows),
-        backends=("formula", *(["compiled"] if kernels else []), *([backend] if backend else [])),
+        backends=tuple(dict.fromkeys(filter(None, ("formula", kernels and "compiled", backend)))),
     )
     given = {"inputs": inputs, "contexts": context, "experiments": experiments}
-    settings = replace(settings, **{k: tuple(v) for k, v in given.items() if v})
-    for name in settings.experiments:
-        if name not in EXPERIMENTS:
-            raise ValueError(
-                f"flash_csa accuracy: --experiment must be one of {', '.join(EXPERIMENTS)}, "
-                f"got {name}"
-            )
+    settings = replace(settings, **{k: tuple(dict.fromkeys(v)) for k, v in given.items() if v})
+    _check(settings, before)
     result = _run(settings, out, quiet=as_json)
     worse = None if before is None else regressions(result, before, tolerance)
     _write(out, result, worse)
@@ -119,6 +115,33 @@ def make_backend(name: str) -> Formula:
     return made
 
 
+def _check(settings: Settings, before: dict[str, Any] | None) -> None:
+    """What can be said before anything is measured."""
+    for name in settings.experiments:
+        if name not in EXPERIMENTS:
+            raise ValueError(
+                f"flash_csa accuracy: --experiment must be one of {', '.join(EXPERIMENTS)}, "
+                f"got {name}"
+            )
+    _check_device(settings.device)
+    for name in settings.backends:
+        make_backend(name)
+    if before is not None:
+        comparable(asdict(settings), before)
+
+
+def _check_device(name: str) -> None:
+    if name == "cpu":
+        return
+    try:
+        if torch.device(name).type == "cuda" and torch.cuda.is_available():
+            torch.empty(0, device=name)
+            return
+    except RuntimeError:
+        pass
+    raise ValueError(f"flash_csa accuracy: --device must be cpu or a CUDA device, got {name!r}")
+
+
 def _defaults(full: bool, device: str) -> Settings:
     if not full:
         return Settings(device=device)
@@ -143,8 +166,12 @@ def _run(settings: Settings, out: Path, *, quiet: bool) -> dict[str, Any]:
 
 
 def _write(out: Path, result: dict[str, Any], worse: list[Regression] | None) -> None:
-    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / "report.html").write_text(html.page(result, worse), encoding="utf-8")
+    page = html.page(result, worse)
+    try:
+        (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (out / "report.html").write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"flash_csa accuracy: cannot write {out}: {error}") from error
 
 
 def show(
