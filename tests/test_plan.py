@@ -158,6 +158,9 @@ BAD = {
     "num_key_value_heads must be 1, got 8": {"num_key_value_heads": 8},
     "index_topk must be a positive integer, got 0.5": {"index_topk": 0.5},
     "rms_norm_eps must be a positive number, got nan": {"rms_norm_eps": float("nan")},
+    "rope_theta must be a positive number, got inf": {"rope_theta": float("inf")},
+    f"rope_theta must be a positive number, got {10**400}": {"rope_theta": 10**400},
+    "model_type must be a string, got ['deepseek_v4']": {"model_type": ["deepseek_v4"]},
     "rope_scaling must be a mapping, got yarn": {"rope_scaling": "yarn"},
     "rope_scaling.factor is missing": {"rope_scaling": {"rope_type": "yarn"}},
     "rope_scaling.factor must be 16, got 4": {
@@ -178,7 +181,7 @@ def test_bad_heads_and_files(tmp_path):
     with pytest.raises(ValueError, match="heads must be a positive integer, got 0"):
         LayerPlan.from_config(GOLDEN, heads=0)
     broken = tmp_path / "config.json"
-    for text in ("{", "[]"):
+    for text in ("{", "[]", "[" * 100_000):
         broken.write_text(text)
         with pytest.raises(ValueError, match=r"config\.json"):
             LayerPlan.from_config(broken)

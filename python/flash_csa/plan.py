@@ -15,6 +15,7 @@ A Full layer without an index (V4 ratio 128) has no selection: it attends to all
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -269,7 +270,8 @@ class _Fields:
 
     def number(self, field: str) -> float:
         value = self.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value <= sys.float_info.max:
             raise _error(self._prefix + field, "a positive number", value)
         return float(value)
 
@@ -292,7 +294,10 @@ class _Fields:
     def family(self) -> Literal["v4", "v41"]:
         named = {"deepseek_v4": "v4", "deepseek_v41": "v41"}
         shares = self._config.get("kv_source_layer_ids") is not None
-        return named.get(self._config.get("model_type"), "v41" if shares else "v4")
+        model = self._config.get("model_type")
+        if model is not None and not isinstance(model, str):
+            raise _error("model_type", "a string", model)
+        return named.get(model, "v41" if shares else "v4")
 
     def ratios(self) -> list[int]:
         layers = self.count("num_hidden_layers")
@@ -342,7 +347,7 @@ def _load(config: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
     try:
         with open(config, encoding="utf-8") as file:
             loaded = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         expected = f"one of {', '.join(BY_NAME)} or a readable config.json"
         raise _error("config", expected, f"{config} ({error})") from error
     if not isinstance(loaded, dict):
