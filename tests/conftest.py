@@ -31,3 +31,13 @@ def cpu_level(request):
         pytest.skip(f"this processor has no {request.param}")
     yield request.param
     _C.set_cpu_level(before)
+
+
+@pytest.fixture(scope="module")
+def no_truths():
+    """Accuracy runs without them: they take seconds, and have tests of their own."""
+    from flash_csa.accuracy import runner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.truths, "check", lambda backend, seed, device: [])
+        yield

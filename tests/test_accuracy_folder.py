@@ -28,12 +28,7 @@ COMMAND = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_truths():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(runner.truths, "check", lambda backend, seed, device: [])
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("no_truths")
 
 
 @pytest.fixture(scope="module")

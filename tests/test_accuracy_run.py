@@ -38,13 +38,7 @@ COMMAND = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_truths():
-    """They take seconds, and have tests of their own."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(runner.truths, "check", lambda backend, seed, device: [])
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("no_truths")
 
 
 @pytest.fixture(scope="module")

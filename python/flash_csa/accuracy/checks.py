@@ -26,6 +26,7 @@ AXES = (
     "reindex in a group",  # what its Full layers do not have wrong, too
     "reuse in a group",
 )
+HELD = "inputs of the stage, as the formulas made them"  # fixed, in most of them
 
 
 @dataclass(frozen=True)

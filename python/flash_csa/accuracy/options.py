@@ -10,12 +10,11 @@ from ..plan import HEAD_DIM
 from ..reference.select import normalize_pool
 from .backends import Where
 from .case import FORMULA, Case
-from .checks import Check
+from .checks import HELD, Check
 from .codecs import AXIS, ROWS, differ
 from .formats import INDEX_FP4, MAIN_FP4
 from .planted import POOL_BLOCK
 
-HELD = "inputs of the stage, as the formulas made them"
 POSITIONS = range(5, 69)  # of foreign pools: every end of a block among them
 FOREIGN = 24  # blocks of a foreign list, of twice as many as the rows see
 SHARDS = 3

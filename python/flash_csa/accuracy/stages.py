@@ -22,7 +22,7 @@ from . import codecs, options, v4
 from .activations import Activations, Shape
 from .backends import Stored, Where
 from .case import FORMULA, Case
-from .checks import Check
+from .checks import HELD, Check
 from .codecs import differ
 from .experiments.pool import blocks_of
 from .experiments.reuse import selections
@@ -39,7 +39,6 @@ from .metrics import relative_error
 from .planted import POOL_BLOCK, WINDOW
 from .synthetic import gaussian
 
-HELD = "inputs of the stage, as the formulas made them"
 # Of attention, by what it writes: BF16 probabilities and output; sums of another order.
 ROUNDING = {"BF16": 6e-3, "FP32": 1e-4}
 LSE = 1e-4  # FP32 logits, relative to the larger of 1 and the value

@@ -13,12 +13,11 @@ from ..reference.rope import rotate
 from .activations import EPS, FP32
 from .backends import Stored
 from .case import FORMULA, Case
-from .checks import Check
+from .checks import HELD, Check
 from .codecs import differ
 from .formats import INDEX_FP4, MIXED_FP8
 from .metrics import relative_error
 
-HELD = "inputs of the stage, as the formulas made them"
 FEW = 0.02  # share that lies on a rounding border
 BORDER = 0.25  # relative error of an index key there
 CSA, HCA = 4, 128  # ratios
