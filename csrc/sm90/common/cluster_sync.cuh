@@ -23,15 +23,4 @@ __device__ __forceinline__ void cluster_publish() {
     cluster_wait();
 }
 
-// Writes 16 bytes to a peer's shared memory, and counts them at its barrier (shared::cluster
-// addresses).
-__device__ __forceinline__ void store_async(uint32_t address, const uint4& value,
-                                            uint32_t barrier) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-        "[%5];" ::"r"(address),
-        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
-        : "memory");
-}
-
 }  // namespace flash_csa::sm90

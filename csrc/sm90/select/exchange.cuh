@@ -9,6 +9,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "sm90/common/cluster_sync.cuh"
+#include "sm90/common/remote_store.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -87,24 +88,21 @@ class Exchange {
     // A part of the threads for each peer; two pairs a thread at a time.
     __device__ void send(const uint32_t* keys, const uint32_t* places, int32_t count,
                          uint32_t base) const {
-        const auto there = [&](const void* own) {
-            return cute::set_block_rank(cute::cast_smem_ptr_to_uint(own), peer_);
-        };
         const uint32_t rank = cute::block_rank_in_cluster();
         const bool fits = static_cast<uint32_t>(count) <= capacity();
         const int32_t fours = fits ? (count + 1) / 2 : 0;
-        const uint32_t full = there(&inbox_->full);
+        const uint32_t full = peer_address(&inbox_->full, peer_);
         if (first_ == 0) {
             inbox_->full.arrive_and_expect_tx(sizeof(uint4) * (1 + fours), peer_);
-            store_async(there(&inbox_->heads[rank]), {static_cast<uint32_t>(count), base, 0, 0},
-                        full);
+            store_remote(peer_address(&inbox_->heads[rank], peer_),
+                         {static_cast<uint32_t>(count), base, 0, 0}, full);
         }
-        const uint32_t to = there(&inbox_->pairs[rank * capacity()]);
+        const uint32_t to = peer_address(&inbox_->pairs[rank * capacity()], peer_);
 #pragma unroll 1
         for (int32_t i = first_; i < fours; i += 1 << shift_) {
             const uint2 key = reinterpret_cast<const uint2*>(keys)[i];
             const uint2 place = reinterpret_cast<const uint2*>(places)[i];
-            store_async(to + sizeof(uint4) * i, {key.x, place.x, key.y, place.y}, full);
+            store_remote(to + sizeof(uint4) * i, {key.x, place.x, key.y, place.y}, full);
         }
     }
 
