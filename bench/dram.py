@@ -5,7 +5,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from flash_csa.traffic import ncu
@@ -14,20 +15,30 @@ from . import ours
 from .cases import CASES, Case
 from .inputs import Inputs
 
+TIMEOUT = 120  # seconds of a process: most take ten
 
-def count(cases: Sequence[Case], say: Callable[[str], None]) -> dict[str, ncu.Counted]:
-    """By case; cases of one kind share a process and its inputs. Those that fail are left out."""
-    counted: dict[str, ncu.Counted] = {}
-    for kind, group in groupby(cases, key=lambda case: case.kind):
+
+def count(cases: Sequence[Case], say: Callable[[str], None]) -> Iterator[dict[str, ncu.Counted]]:
+    """By case, kind by kind: cases of one share a process and its inputs. Kinds that fail are left
+    out."""
+    if ncu.find() is None:
+        say("DRAM bytes: there is no ncu here")
+        return
+    for kind, group in groupby(sorted(cases, key=_kind), key=_kind):
         names = [case.name for case in group]
+        started = time.monotonic()
         try:
-            items, printed = ncu.profile(["-m", "bench.dram", *names], [ncu.DRAM])
+            items, printed = ncu.profile(["-m", "bench.dram", *names], [ncu.DRAM], TIMEOUT)
         except ncu.Unavailable as reason:
             say(f"DRAM bytes of {kind}: {reason}")
             continue
         ran = json.loads(printed.strip().splitlines()[-1])
-        counted |= dict(zip(ran, items, strict=True))
-    return counted
+        say(f"DRAM bytes of {kind}: {len(ran)} cases ({time.monotonic() - started:.1f} s)")
+        yield dict(zip(ran, items, strict=True))
+
+
+def _kind(case: Case) -> str:
+    return case.kind
 
 
 def main(names: list[str]) -> None:

@@ -64,8 +64,7 @@ def main(
     try:
         failures = _measure(bench, cases, rows, out, redo, deadline)
         if count_dram:
-            _count_dram(cases, rows)
-            results.save(out, rows)
+            _count_dram(cases, rows, out, deadline)
     except KeyboardInterrupt:
         _say("interrupted; run again to go on")
         sys.exit(130)
@@ -147,12 +146,21 @@ def _measure(
     return failures
 
 
-def _count_dram(cases: list[Case], rows: dict[str, results.Row]) -> None:
-    """Fills in the DRAM bytes of our own kernels, per call."""
+def _count_dram(
+    cases: list[Case], rows: dict[str, results.Row], out: Path, deadline: float
+) -> None:
+    """Fills in the DRAM bytes of a call of our own kernels and writes all rows to `out`, kind by
+    kind."""
     torch.cuda.empty_cache()
-    own = [c for c in cases if c.stage and c.name in rows and rows[c.name]["dram_bytes"] is None]
-    for name, counted in dram.count(own, _say).items():
-        rows[name]["dram_bytes"] = counted.nbytes
+    lacking = [c for c in cases if c.name in rows and rows[c.name]["dram_bytes"] is None]
+    own = [c for c in lacking if c.stage and c.cost.nbytes]
+    for counted in dram.count(own, _say):
+        for name, item in counted.items():
+            rows[name]["dram_bytes"] = item.nbytes
+        results.save(out, rows)
+        if time.monotonic() > deadline:
+            _say("out of time: run again to go on")
+            break
 
 
 def _is_current(bench: Bench, rows: dict[str, results.Row], case: Case) -> bool:

@@ -57,9 +57,12 @@ def find() -> str | None:
 
 
 def profile(
-    arguments: Sequence[str], groups: Sequence[Mapping[str, str]] = (DRAM, L2)
+    arguments: Sequence[str],
+    groups: Sequence[Mapping[str, str]] = (DRAM, L2),
+    timeout: float = TIMEOUT,
 ) -> tuple[list[Counted], str]:
-    """Runs `python arguments` under ncu; its items in order, and what it printed.
+    """Runs `python arguments` under ncu; its items in order, and what it printed. timeout: seconds
+    of a group.
 
     Raises:
         Unavailable: no ncu, no counters, or the program failed.
@@ -67,11 +70,13 @@ def profile(
     program = find()
     if program is None:
         raise Unavailable("there is no ncu here")
-    runs = [_run(program, arguments, list(group.values())) for group in groups]
+    runs = [_run(program, arguments, list(group.values()), timeout) for group in groups]
     return parse(*(text for text, _ in runs)), runs[-1][1]
 
 
-def _run(program: str, arguments: Sequence[str], metrics: list[str]) -> tuple[str, str]:
+def _run(
+    program: str, arguments: Sequence[str], metrics: list[str], timeout: float
+) -> tuple[str, str]:
     """ncu's log, and what the program printed."""
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "ncu.csv")
@@ -80,9 +85,9 @@ def _run(program: str, arguments: Sequence[str], metrics: list[str]) -> tuple[st
         command += ["--profile-from-start", "off", "--target-processes", "all"]
         command += ["--metrics", ",".join(metrics), sys.executable, *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"ncu was not done after {TIMEOUT} s") from error
+            raise Unavailable(f"ncu was not done after {timeout:g} s") from error
         text = ""
         if os.path.exists(log):
             with open(log, encoding="utf-8") as file:
