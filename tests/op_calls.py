@@ -90,14 +90,18 @@ class Scene:
         rows: tuple[int, ...] = (2, 3),
         padding: int = 1,
         pages: int = 2,
+        heads: int = HEADS,
+        index_heads: int = INDEX_HEADS,
     ):
         self.device = torch.device(device)
+        self.heads, self.index_heads = heads, index_heads
         self.generator = torch.Generator().manual_seed(0)
         self.batch = Batch.build(start, rows, num_rows=sum(rows) + padding, device=device)
         self.rows, self.requests = self.batch.num_rows, self.batch.num_requests
         self.num_pages = self.requests * pages
         self.block_table = self.i32(range(self.num_pages)).view(self.requests, pages)
-        self.ring = 4  # pages of a request's window
+        # Pages of a request's window.
+        self.ring = max(4, -(-(WINDOW - 1 + self.batch.max_rows) // PAGE_SIZE))
         window_pages = range(self.requests * self.ring)
         self.window_table = self.i32(window_pages).view(self.requests, self.ring)
         self.cos_sin = COS_SIN.to(device, copy=True)
@@ -139,7 +143,8 @@ class Scene:
         return {f"batch_{name}": getattr(self.batch, name) for name in names}
 
     def workspace(self) -> torch.Tensor:
-        bounds = {"max_rows": self.rows, "heads": HEADS, "k": K, "max_entries": 64}
+        bounds = {"max_rows": self.rows, "heads": self.heads, "k": K}
+        bounds["max_entries"] = max(64, self.block_table.shape[1] * PAGE_SIZE)
         return flash_csa.workspace(
             "index_select", **bounds, pool_blocks=POOL_BLOCKS, num_sms=4, device=self.device
         )
@@ -161,8 +166,8 @@ class Scene:
             ratios=[ratio],
             max_entries=[self.block_table.shape[1] * PAGE_SIZE],
             k=K,
-            heads=HEADS,
-            index_heads=INDEX_HEADS,
+            heads=self.heads,
+            index_heads=self.index_heads,
             window=WINDOW,
             pool_blocks=POOL_BLOCKS,
             pool_ratio=ratio,
@@ -215,7 +220,7 @@ def _(s: Scene) -> dict:
 @_call("rope_store", "v41")
 def _(s: Scene) -> dict:
     return {
-        "q": s.bf16(s.rows, HEADS, 512),
+        "q": s.bf16(s.rows, s.heads, 512),
         "kv": s.bf16(s.rows, 512),
         **s.pages("window_pages", "WindowFp8", s.requests * s.ring),
         "slots": s.step_slots(1).window_store,
@@ -233,13 +238,13 @@ def _(s: Scene) -> dict:
 @_call("quantize_query", "fp4")
 def _(s: Scene) -> dict:
     return {
-        "q": s.bf16(s.rows, INDEX_HEADS, 128),
+        "q": s.bf16(s.rows, s.index_heads, 128),
         "positions": s.positions,
         "cos_sin": s.cos_sin,
         "record": RECORDS["IndexFp4"].id,
         "rotate": True,
-        "out_codes": s.new(s.rows, INDEX_HEADS, 64, dtype=torch.uint8),
-        "out_scales": s.new(s.rows, INDEX_HEADS),
+        "out_codes": s.new(s.rows, s.index_heads, 64, dtype=torch.uint8),
+        "out_scales": s.new(s.rows, s.index_heads),
     }
 
 
@@ -248,8 +253,8 @@ def _(s: Scene) -> dict:
     return CALLS["quantize_query-fp4"](s).args | {
         "record": RECORDS["IndexFp8"].id,
         "rotate": False,
-        "out_codes": s.new(s.rows, INDEX_HEADS, 128, dtype=torch.uint8),
-        "out_scales": s.new(s.rows, INDEX_HEADS, dtype=torch.float32),
+        "out_codes": s.new(s.rows, s.index_heads, 128, dtype=torch.uint8),
+        "out_scales": s.new(s.rows, s.index_heads, dtype=torch.float32),
     }
 
 
@@ -296,6 +301,14 @@ def _(s: Scene) -> dict:
     }
 
 
+@_call("compress", "ratio2-fp4")
+def _(s: Scene) -> dict:
+    return CALLS["compress-ratio2"](s).args | {
+        **s.pages("main_pages", "MainFp4"),
+        **s.pages("index_pages", "IndexFp4"),
+    }
+
+
 @_call("compress", "ratio4")
 def _(s: Scene) -> dict:
     return _compress(s, 4) | {"bias": s.f32(4, 1024), **s.pages("main_pages", "MixedFp8")}
@@ -319,10 +332,10 @@ def _query(s: Scene, record: str = "IndexFp4") -> dict:
         "IndexFp8": (torch.float32, 1.0),
     }[record]
     return {
-        "query_codes": s.bytes(s.rows, INDEX_HEADS, RECORDS[record].data_bytes, high=0x78),
-        "query_scales": s.new(s.rows, INDEX_HEADS, dtype=scale).fill_(one),
+        "query_codes": s.bytes(s.rows, s.index_heads, RECORDS[record].data_bytes, high=0x78),
+        "query_scales": s.new(s.rows, s.index_heads, dtype=scale).fill_(one),
         **s.pages("index_pages", record),
-        "weights": s.f32(s.rows, INDEX_HEADS),
+        "weights": s.f32(s.rows, s.index_heads),
     }
 
 
@@ -427,14 +440,14 @@ def _(s: Scene) -> dict:
 def _attend(s: Scene, section: int, ratio: int = 1) -> dict:
     """Queries and results, without any list."""
     return {
-        "q": s.bf16(s.rows, HEADS, 512),
-        "sink": s.f32(HEADS),
+        "q": s.bf16(s.rows, s.heads, 512),
+        "sink": s.f32(s.heads),
         "derotate_positions": s.positions,
         "derotate_cos_sin": s.cos_sin,
         "schedule": s.schedule(section, ratio),
         "workspace": s.workspace(),
-        "out": s.new(s.rows, HEADS, 512, dtype=torch.bfloat16),
-        "lse": s.new(s.rows, HEADS, dtype=torch.float32),
+        "out": s.new(s.rows, s.heads, 512, dtype=torch.bfloat16),
+        "lse": s.new(s.rows, s.heads, dtype=torch.float32),
     }
 
 
@@ -467,19 +480,19 @@ def _(s: Scene) -> dict:
 
 @_call("attend", "window")
 def _(s: Scene) -> dict:
-    out = s.new(s.rows, HEADS, 512, dtype=torch.float32)
+    out = s.new(s.rows, s.heads, 512, dtype=torch.float32)
     return _attend(s, 0) | _window(s, "WindowFp8") | {"out": out}
 
 
 def _merge(s: Scene) -> dict:
     return {
-        "outs": s.f32(3, s.rows, HEADS, 512),
-        "lses": s.f32(3, s.rows, HEADS),
-        "sink": s.f32(HEADS),
+        "outs": s.f32(3, s.rows, s.heads, 512),
+        "lses": s.f32(3, s.rows, s.heads),
+        "sink": s.f32(s.heads),
         "derotate_positions": s.positions,
         "derotate_cos_sin": s.cos_sin,
-        "out": s.new(s.rows, HEADS, 512, dtype=torch.bfloat16),
-        "lse": s.new(s.rows, HEADS, dtype=torch.float32),
+        "out": s.new(s.rows, s.heads, 512, dtype=torch.bfloat16),
+        "lse": s.new(s.rows, s.heads, dtype=torch.float32),
     }
 
 
@@ -545,8 +558,8 @@ def _(s: Scene) -> dict:
         "ratios": [1, 128],
         "max_entries": [_columns(s), _columns(s)],
         "k": K,
-        "heads": HEADS,
-        "index_heads": INDEX_HEADS,
+        "heads": s.heads,
+        "index_heads": s.index_heads,
         "window": WINDOW,
         "window_first": s.new(s.requests),
         "pool_blocks": POOL_BLOCKS,

@@ -1,20 +1,25 @@
 """python tests/sanitize.py: every op under compute-sanitizer's four tools, on small shapes.
 
     python tests/sanitize.py [TOOL ...]     memcheck, racecheck, synccheck, initcheck; default all
-    python tests/sanitize.py --calls        only the calls, as the tools run them
+    python tests/sanitize.py --calls GLOB   only the calls, as the tools run them
 
-Says so, and passes, where the sanitizer is missing or refuses the device.
+A tool runs some processes at once, each some of the ops. Says so, and passes, where the sanitizer
+is missing or refuses the device.
 """
 
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatch
 
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+TOOLS = ("racecheck", "synccheck", "memcheck", "initcheck")  # the slowest first
 FOUND = 97  # exit code of a tool that found an error
-TIMEOUT = 420  # seconds
+TIMEOUT = 110  # seconds of a process: most take 30
 # Warps of many_heads_kernel meet at named barriers from different places in the code, some of them
 # arriving without waiting (bar.arrive): racecheck and synccheck do not follow that; repeated runs
 # compare bits instead (tests/test_attend_repeats.py). In few_heads_kernel one lane arrives for its
@@ -24,11 +29,22 @@ UNFOLLOWED = {
     "synccheck": ("many_heads_kernel",),
 }
 REFUSALS = ("Device not supported", "not supported on", "Unable to find", "LibraryNotLoaded")
-SCENES = (  # requests' starts and rows: the table's own, a chunk, many decode rows, nothing at all
-    {},
-    {"start": (0,), "rows": (17,), "padding": 48, "pages": 3},
-    {"start": tuple(range(33)), "rows": (1,) * 33, "pages": 5},
-    {"start": (0, 0), "rows": (0, 0), "padding": 2},
+OPS = ("compress*", "attend*", "index*", "[!cai]*")  # of a process, by names of calls
+SEVENTY = {"start": tuple(range(70)), "rows": (1,) * 70, "pages": 9}  # more rows than half the SMs
+SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
+    ({}, "*"),  # the table's own
+    ({"start": (0,), "rows": (17,), "padding": 48, "pages": 3}, "*"),  # a chunk
+    ({"start": tuple(range(33)), "rows": (1,) * 33, "pages": 5}, "*"),  # many decode rows
+    ({"start": (0, 0), "rows": (0, 0), "padding": 2}, "*"),  # nothing at all
+    ({"start": (0,) * 33, "rows": (64,) * 33, "pages": 8}, "compress-*"),  # a long step
+    ({"start": (0,), "rows": (300,), "pages": 3}, "index_select-restrict"),  # a pool from a scan
+    ({"start": (8190,), "rows": (2,), "pages": 1024}, "*select-*"),  # rows for clusters
+    ({"index_heads": 64}, "index_*"),
+    ({"heads": 64}, "attend-*"),
+    (SEVENTY | {"heads": 8}, "attend-*"),
+    (SEVENTY | {"heads": 16}, "attend-*"),
+    (SEVENTY | {"heads": 32}, "attend-*"),
+    (SEVENTY | {"heads": 80}, "attend-*"),
 )
 
 
@@ -39,50 +55,87 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=path)
 
 
-def run_calls() -> None:
-    """Every call of the table in every scene, on the GPU."""
-    import torch
-
+def calls(glob: str) -> Iterator[tuple[str, object]]:
+    """The calls of every scene whose names match, on the GPU, op by op."""
     from op_calls import CALLS, Scene
 
-    for scene in SCENES:
-        for name, build in CALLS.items():
-            call = build(Scene("cuda", **scene))
-            call()
-            torch.cuda.synchronize()
-            print(f"ran {name}", flush=True)
+    for name, build in CALLS.items():
+        if not fnmatch(name, glob):
+            continue
+        for scene, wanted in SCENES:
+            if fnmatch(name, wanted):
+                yield name, build(Scene("cuda", **scene))
 
 
-def sanitize(program: str, tool: str) -> tuple[bool, str]:
-    """Whether a tool has no complaint, and what it said."""
-    command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
+def run_calls(glob: str) -> None:
+    """Runs them, and says what each took."""
+    import torch
+
+    for name, call in calls(glob):
+        torch.cuda.synchronize()
+        started = time.monotonic()
+        call()
+        torch.cuda.synchronize()
+        print(f"ran {time.monotonic() - started:.2f} {name}", flush=True)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process of a tool did."""
+
+    code: int | None  # None: it was not done in time
+    output: str
+    seconds: float
+
+    @property
+    def ran(self) -> list[tuple[float, str]]:
+        """Seconds and name of each call that ended."""
+        lines = [line.split() for line in self.output.splitlines() if line[:4] == "ran "]
+        return [(float(seconds), name) for _, seconds, name in lines]
+
+
+def run_part(program: str, tool: str, glob: str) -> Part:
+    command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
     for kernel in UNFOLLOWED.get(tool, ()):
         command += ["--kernel-name-exclude", f"kernel_substring={kernel}"]
-    command += ["--print-limit", "20", sys.executable, os.path.abspath(__file__), "--calls"]
+    command += [sys.executable, os.path.abspath(__file__), "--calls", glob]
     # A block of its own for every tensor: an access beyond one tensor is an access beyond a block.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    started = time.monotonic()
+    merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(command, env=env, text=True, timeout=TIMEOUT, **merged)
+        code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        calls = [line.removeprefix("ran ") for line in output.splitlines() if line[:4] == "ran "]
-        last = f", the last of them {calls[-1]}" if calls else ""
-        return False, f"{tool}: not done after {TIMEOUT} s, {len(calls)} calls ran{last}"
-    output = done.stdout + done.stderr
-    ran = done.stdout.count("ran ")
-    if ran == 0 and any(refusal in output for refusal in REFUSALS):
+        code, output = None, (error.stdout or b"").decode()
+    return Part(code, output, time.monotonic() - started)
+
+
+def judge(tool: str, parts: list[Part]) -> tuple[bool, str]:
+    """Whether a tool has no complaint, and what it said."""
+    ran = [call for part in parts for call in part.ran]
+    if not ran and any(refusal in part.output for part in parts for refusal in REFUSALS):
         return True, f"{tool}: compute-sanitizer refuses this device: skipped"
-    if done.returncode == 0:
-        left_out = ", ".join(UNFOLLOWED.get(tool, ()))
-        return True, f"{tool}: clean, {ran} calls" + (f" (without {left_out})" if left_out else "")
-    complaints = [line for line in output.splitlines() if not line.startswith("ran ")]
-    text = "\n".join(complaints[-60:])
-    return False, f"{tool}: exit code {done.returncode} after {ran} calls\n{text}"
+    said = []
+    for glob, part in zip(OPS, parts, strict=True):
+        if part.code is None:
+            last = part.ran[-1][1] if part.ran else "none"
+            said.append(f"{tool}: {glob}: not done after {TIMEOUT} s, the last call was {last}")
+        elif part.code != 0:
+            lines = [line for line in part.output.splitlines() if line[:4] != "ran "]
+            said += [f"{tool}: {glob}: exit code {part.code} after {len(part.ran)} calls"]
+            said += lines[-60:]
+    slowest = ", ".join(f"{name} {seconds:.1f} s" for seconds, name in sorted(ran)[:-4:-1])
+    text = f"{len(ran)} calls, {max(part.seconds for part in parts):.0f} s; slowest {slowest}"
+    if said:
+        return False, "\n".join([*said, f"{tool}: {text}"])
+    left_out = ", ".join(UNFOLLOWED.get(tool, ()))
+    return True, f"{tool}: clean, {text}" + (f" (without {left_out})" if left_out else "")
 
 
 def main(arguments: list[str]) -> int:
-    if arguments == ["--calls"]:
-        run_calls()
+    if arguments[:1] == ["--calls"]:
+        run_calls(arguments[1])
         return 0
     program = find_sanitizer()
     if program is None:
@@ -90,9 +143,12 @@ def main(arguments: list[str]) -> int:
         return 0
     tools = arguments or TOOLS
     clean = True
-    with ThreadPoolExecutor(len(tools)) as pool:
-        for done in as_completed([pool.submit(sanitize, program, tool) for tool in tools]):
-            sound, text = done.result()
+    with ThreadPoolExecutor(len(tools) * len(OPS)) as pool:
+        started = {
+            tool: [pool.submit(run_part, program, tool, glob) for glob in OPS] for tool in tools
+        }
+        for tool, parts in started.items():
+            sound, text = judge(tool, [part.result() for part in parts])
             print(f"sanitize: {text}", flush=True)
             clean &= sound
     return 0 if clean else 1

@@ -1,0 +1,34 @@
+"""tests/sanitize.py: which calls it makes, and what it makes of a tool's output."""
+
+from fnmatch import fnmatch
+
+import sanitize
+from op_calls import CALLS
+from sanitize import OPS, SCENES, Part, judge
+
+DONE = Part(0, "ran 0.50 a\nran 2.00 b\n", 9.6)
+
+
+def test_every_call_is_in_one_process():
+    assert all(sum(fnmatch(name, ops) for ops in OPS) == 1 for name in CALLS)
+    assert all(any(fnmatch(name, glob) for name in CALLS) for _, glob in SCENES)
+
+
+def test_a_clean_tool():
+    said = "memcheck: clean, 8 calls, 10 s; slowest b 2.0 s, b 2.0 s, b 2.0 s"
+    assert judge("memcheck", [DONE] * len(OPS)) == (True, said)
+
+
+def test_complaints_of_a_tool():
+    found = Part(97, "ran 1.00 a\n========= Error: Race reported\n", 1.0)
+    late = Part(None, "ran 1.00 a\n", 240.0)
+    sound, said = judge("racecheck", [found, late, *[DONE] * (len(OPS) - 2)])
+    assert not sound
+    assert f"racecheck: {OPS[0]}: exit code 97 after 1 calls\n========= Error: Race" in said
+    assert f"racecheck: {OPS[1]}: not done after {sanitize.TIMEOUT} s, the last call was a" in said
+
+
+def test_a_refused_device():
+    refused = Part(1, "========= Error: Device not supported\n", 1.0)
+    sound, said = judge("initcheck", [refused] * len(OPS))
+    assert sound and said.endswith("skipped")
