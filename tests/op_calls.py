@@ -248,6 +248,11 @@ def _(s: Scene) -> dict:
     }
 
 
+@_call("quantize_query", "fp4-plain")
+def _(s: Scene) -> dict:
+    return CALLS["quantize_query-fp4"](s).args | {"rotate": False}
+
+
 @_call("quantize_query", "fp8")
 def _(s: Scene) -> dict:
     return CALLS["quantize_query-fp4"](s).args | {
@@ -408,6 +413,12 @@ def _select(s: Scene, section: int) -> dict:
 @_call("select", "build")
 def _(s: Scene) -> dict:
     return _select(s, 1) | _pool_out(s)
+
+
+@_call("select", "pages-of-6")
+def _(s: Scene) -> dict:
+    columns = s.block_table.shape[1] * 6
+    return _select(s, 1) | {"scores": s.f32(s.rows, columns), "page_size": 6}
 
 
 @_call("select", "restrict")

@@ -284,30 +284,31 @@ def test_an_interrupted_run_is_taken_up_again(monkeypatch, capsys, tmp_path):
     assert code == 0 and "out of time: 2 cases left; run again to go on" in said
 
 
-def test_dram_bytes_are_counted_kind_by_kind(monkeypatch, capsys, tmp_path):
+def test_dram_bytes_are_counted_stage_by_stage(monkeypatch, capsys, tmp_path):
     out, asked = tmp_path / "rows.jsonl", []
 
     def profile(arguments, groups, timeout):
         asked.append(arguments[2:])
-        if arguments[2].startswith("query"):
+        if arguments[2].startswith("compress"):
             raise dram.ncu.Unavailable("no counters")
         items = [dram.ncu.Counted(1, 1000, len(name), 0, 0.0, 0.0) for name in asked[-1]]
         return items, "a warning\n" + json.dumps(asked[-1])
 
     monkeypatch.setattr(dram.ncu, "find", lambda: "ncu")
     monkeypatch.setattr(dram.ncu, "profile", profile)
-    cases = ("--case", "query.h32.t64", "--case", "store.window.h8.t*", "--case", "step.slots.b1")
+    cases = ("--case", "compress.r1.decode64", "--case", "*.h*.t64", "--case", "step.slots.b1")
     arguments = (*cases, *SELECT, "--out", str(out), "--dram")
     code, said = bench_command(FakeBench(), monkeypatch, capsys, *arguments)
-    assert code == 0 and "DRAM bytes of quantize_query: no counters" in said
-    stores = ["store.window.h8.t8192", "store.window.h8.t64"]
-    assert asked == [["query.h32.t64"], stores, ["select.1x131072", "select.8x131072"]]
+    assert code == 0 and "DRAM bytes of compress: no counters" in said
+    compressors = ["compress.r1.decode64"]
+    assert [names[0].partition(".")[0] for names in asked] == ["compress", "select", "store"]
+    assert asked[0] == compressors and "query.h32.t64" in asked[2] and len(asked[2]) == 4
     rows = results.load(out, results.KEYS)
     counted = {name: row["dram_bytes"] for name, row in rows.items() if row["dram_bytes"]}
     assert counted == {name: 1000 + len(name) for names in asked[1:] for name in names}
     asked.clear()
     bench_command(FakeBench(), monkeypatch, capsys, *arguments, "--budget", "0")
-    assert asked == [["query.h32.t64"]]  # the others are in the rows
+    assert asked == [compressors]  # the others are in the rows
 
 
 def test_clocks_and_power_are_printed():

@@ -10,7 +10,7 @@ import pytest
 
 from mutants import matrix
 from mutants.mutant import patched
-from mutants.mutants import CUDA_STAGES, LISTS, MUTANTS, STAGES, cuda_lists
+from mutants.mutants import CUDA_STAGES, KINDS, LISTS, MUTANTS, STAGES, cuda_lists
 from mutants.run import kernel_tests
 
 TESTS = Path(__file__).resolve().parent
@@ -71,6 +71,13 @@ def test_faults_of_kernels_are_for_their_stage(name):
     for number, kill in matrix.read_kills(name).items():
         asked = {*kernel_tests(name.split("_")[1]), "tests/test_cuda_equals_cpu.py"}
         assert kill["test"].partition("::")[0] in asked, number
+
+
+def test_kinds_of_fault_in_kernels():
+    stages = {m.number: m.stage for m in EVERY}
+    for stage, kinds in KINDS.items():
+        assert len(kinds) >= 6
+        assert {stages[n] for numbers in kinds.values() for n in numbers} == set(stage.split(", "))
 
 
 def test_document():

@@ -4,6 +4,16 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        1302,
+        "compress",
+        "last row left out",
+        "sm90/compress/look_up.cuh",
+        "    if (!in_batch(p, row)) return kNoItem;\n",
+        "    if (!in_batch(p, row + 1)) return kNoItem;\n",
+        "rows counted from one",
+        "Batch invariance",
+    ),
+    Mutant(
         1303,
         "compress",
         "tail rows that were read stay",
@@ -22,6 +32,16 @@ MUTANTS = (
         "",
         "every block keeps its own rows: a race between blocks",
         "Tail state isolation",
+    ),
+    Mutant(
+        1305,
+        "compress",
+        "scales of a key in the next page",
+        "sm90/compress/key_tiles.cuh",
+        "(p.index.scales(r, places[i].slot)) = scales[i];",
+        "(p.index.scales(r, places[i].slot + 1)) = scales[i];",
+        "an offset too far, across a page's end",
+        "Padded page stride",
     ),
     Mutant(
         1306,
@@ -99,5 +119,26 @@ MUTANTS = (
         "lane % 4 * 2 + i % 2);",
         "lane % 4 * 2 + 1 - i % 2);",
         "columns of the accumulator taken for each other",
+    ),
+    Mutant(
+        1314,
+        "compress",
+        "the norm reads before all warps have pooled",
+        "sm90/compress/steps.cu",
+        "        cutlass::arch::NamedBarrier::sync(kMainThreads, kMainBarrier);\n",
+        "",
+        "a warp needs its own channels alone, but for the factor",
+        test="tests/test_compress_steps.py",
+    ),
+    Mutant(
+        1315,
+        "compress",
+        "entry of a long step rotated at its last token",
+        "sm90/compress/look_up.cuh",
+        "static_cast<int32_t>(e.first), in_tail};",
+        "static_cast<int32_t>(e.position), in_tail};",
+        "the row that closes the entry is at hand",
+        "RoPE of entries and inverse rotation",
+        "tests/test_compress_steps.py::test_a_long_step_and_its_parts",
     ),
 )

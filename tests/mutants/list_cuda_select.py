@@ -4,6 +4,26 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        1501,
+        "select",
+        "a tie lost",
+        "sm90/select/candidates.cuh",
+        "at < inside && better == need - 1;",
+        "at < inside && better == max(need - 2, 0);",
+        "an index that counts from one where the ranks count from zero",
+        "Tie overflow and infinities",
+    ),
+    Mutant(
+        1502,
+        "select",
+        "scores far above the bound wrap into low bins",
+        "sm90/select/candidates.cuh",
+        "return min(key - low >> kFineBits, uint32_t{kDigitBins - 1});",
+        "return key - low >> kFineBits & uint32_t{kDigitBins - 1};",
+        "the mask of a digit instead of the clamp of a range",
+        "Top-k bucket overflow",
+    ),
+    Mutant(
         1503,
         "select",
         "one barrier less before the ranks",
@@ -11,6 +31,16 @@ MUTANTS = (
         "            __syncthreads();\n            base += rank_words(base);",
         "            base += rank_words(base);",
         "the prefix sum has barriers of its own, but reads the bits before them",
+    ),
+    Mutant(
+        1506,
+        "select",
+        "a bound that was too high is believed",
+        "sm90/select/candidates.cuh",
+        "return high <= max(base, 1u);",
+        "return true;",
+        "the sample is trusted: rows whose best lie close together lose some",
+        "Top-k bucket overflow",
     ),
     Mutant(
         1507,

@@ -12,7 +12,7 @@ MUTANTS = (
         "    const int parts = max(p.heads / (kGroup * kLoads), 1);",
         "heads come in sixteens",
         "Head counts and real dispatch",
-        "tests/test_store.py::test_rope_store",
+        test="tests/test_store.py::test_rope_store",
     ),
     Mutant(
         1102,
@@ -31,6 +31,17 @@ MUTANTS = (
         "scales <<= lane % kHeadLanes / 2 * 8;",
         "scales <<= (lane % kHeadLanes / 2 ^ 1) * 8;",
         "bytes of the word in another order",
+    ),
+    Mutant(
+        1104,
+        "store",
+        "ties of the largest step",
+        "sm90/common/fp4_pairs.cuh",
+        "__hfma2(q, __float2half2_rn(0.5f), __float2half2_rn(1028.0f));",
+        "__hfma2(q, __float2half2_rn(0.5005f), __float2half2_rn(1028.0f));",
+        "rounded away from zero by a factor that is a little too large",
+        "E2M1 ties",
+        test="tests/test_store.py",
     ),
     Mutant(
         1105,

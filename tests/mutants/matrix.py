@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from mutants.mutant import Mutant
-from mutants.mutants import CUDA_STAGES, LISTS, cuda_lists
+from mutants.mutants import CUDA_STAGES, KINDS, LISTS, cuda_lists
 
 KILLS = Path(__file__).parent / "kills"
 DOC = Path(__file__).resolve().parents[2] / "docs" / "mutants.md"
@@ -49,6 +49,14 @@ def table(mutants: tuple[Mutant, ...], kills: dict[str, dict]) -> list[str]:
     return rows
 
 
+def kind_table() -> list[str]:
+    rows = ["| stage | kind of fault | faults |", "| --- | --- | --- |"]
+    for stage, kinds in KINDS.items():
+        for kind, numbers in kinds.items():
+            rows.append(f"| {stage} | {kind} | {', '.join(map(str, numbers))} |")
+    return rows
+
+
 def document() -> str:
     """docs/mutants.md. Every CUDA stage has its heading, so that lists grow independently."""
     lines = [HEADING]
@@ -57,6 +65,7 @@ def document() -> str:
         mutants = tuple(mutant for name in names for mutant in LISTS[name])
         kills = {number: kill for name in names for number, kill in read_kills(name).items()}
         lines += [f"## {title}", "", *table(mutants, kills), ""]
+    lines += ["## Kinds of fault in kernels", "", *kind_table(), ""]
     return "\n".join(lines)
 
 

@@ -27,6 +27,26 @@ LISTS: dict[str, tuple[Mutant, ...]] = {"cpu": MUTANTS} | {
     for path in sorted(Path(__file__).parent.glob("list_cuda_*.py"))
 }
 
+# Kinds of fault that kernels of a stage invite, and the faults that are of the kind.
+KINDS: dict[str, dict[str, tuple[int, ...]]] = {
+    "compress": {
+        "missing barrier or wait": (1314,),
+        "last tile": (1302,),
+        "stale tail": (1303, 1304),
+        "neighbouring page": (1305,),
+        "missing BF16 border": (1306,),
+        "wrong position of RoPE": (1312, 1315),
+    },
+    "index, select": {
+        "lost tie": (1412, 1501),
+        "dropped bin": (1502, 1531),
+        "missing barrier or wait": (1503,),
+        "last partial page": (1401, 1422),
+        "wrong scale group": (1402,),
+        "pool without the newest block": (1507,),
+    },
+}
+
 
 def cuda_lists(stage: str) -> list[str]:
     """Names of its lists: cuda_<stage>, or cuda_<stage>_<part>."""
