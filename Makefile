@@ -75,7 +75,7 @@ gpu-test: gpu-library
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest --device=cuda $(WORKERS) $(ARGS)
 
 gpu-bench: gpu-library
-	$(PYTHON) -m bench.run --budget 420 $(ARGS)
+	$(PYTHON) -m bench.run --budget 420 --dram $(ARGS)
 
 gpu-mutants:
 	$(PYTHON) tests/mutants/run.py --device cuda --jobs 8 --timeout 120 $(ARGS)

@@ -15,30 +15,30 @@ from . import ours
 from .cases import CASES, Case
 from .inputs import Inputs
 
-TIMEOUT = 120  # seconds of a process: most take ten
+TIMEOUT = 120  # seconds of a process: most take fifteen
 
 
 def count(cases: Sequence[Case], say: Callable[[str], None]) -> Iterator[dict[str, ncu.Counted]]:
-    """By case, kind by kind: cases of one share a process and its inputs. Kinds that fail are left
-    out."""
+    """By case, stage by stage: cases of one share a process and its inputs. Stages that fail are
+    left out."""
     if ncu.find() is None:
         say("DRAM bytes: there is no ncu here")
         return
-    for kind, group in groupby(sorted(cases, key=_kind), key=_kind):
+    for stage, group in groupby(sorted(cases, key=_stage), key=_stage):
         names = [case.name for case in group]
         started = time.monotonic()
         try:
             items, printed = ncu.profile(["-m", "bench.dram", *names], [ncu.DRAM], TIMEOUT)
         except ncu.Unavailable as reason:
-            say(f"DRAM bytes of {kind}: {reason}")
+            say(f"DRAM bytes of {stage}: {reason}")
             continue
         ran = json.loads(printed.strip().splitlines()[-1])
-        say(f"DRAM bytes of {kind}: {len(ran)} cases ({time.monotonic() - started:.1f} s)")
+        say(f"DRAM bytes of {stage}: {len(ran)} cases ({time.monotonic() - started:.1f} s)")
         yield dict(zip(ran, items, strict=True))
 
 
-def _kind(case: Case) -> str:
-    return case.kind
+def _stage(case: Case) -> str:
+    return case.stage
 
 
 def main(names: list[str]) -> None:
@@ -46,7 +46,7 @@ def main(names: list[str]) -> None:
     inputs, ran = Inputs("cuda"), []
     for name in names:
         call = ours.build(CASES[name], inputs, 1).calls[0]
-        call()
+        ncu.warm(call)
         with ncu.region():
             ncu.mark()
             call()

@@ -149,8 +149,8 @@ def _measure(
 def _count_dram(
     cases: list[Case], rows: dict[str, results.Row], out: Path, deadline: float
 ) -> None:
-    """Fills in the DRAM bytes of a call of our own kernels and writes all rows to `out`, kind by
-    kind."""
+    """Fills in the DRAM bytes of a call of our own kernels and writes all rows to `out`, stage by
+    stage."""
     torch.cuda.empty_cache()
     lacking = [c for c in cases if c.name in rows and rows[c.name]["dram_bytes"] is None]
     own = [c for c in lacking if c.stage and c.cost.nbytes]

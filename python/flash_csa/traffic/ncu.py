@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 DRAM = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
@@ -132,17 +132,29 @@ def _counted(rows: list[dict[str, str]]) -> Counted:
     )
 
 
-@contextlib.contextmanager
-def region() -> Iterator[None]:
-    """In the measured program: kernels inside are measured; the L2 is cold at first.
-
-    Reads fill it, since lines that were written would be counted when the measured kernels evict
-    them.
-    """
+def flush() -> None:
+    """In the measured program: reads more than the L2 holds. It is reads that fill it, since lines
+    that were written would be counted when measured kernels evict them."""
     import torch
 
     torch.zeros(FLUSH_NBYTES, dtype=torch.uint8, device="cuda").view(torch.int64).sum()
     torch.cuda.synchronize()
+
+
+def warm(call: Callable[[], object]) -> None:
+    """In the measured program: runs what will be measured, twice and with a cold L2, so that
+    nothing of what its inputs were made by is left there: some written lines survive a flush."""
+    for _ in range(2):
+        flush()
+        call()
+
+
+@contextlib.contextmanager
+def region() -> Iterator[None]:
+    """In the measured program: kernels inside are measured; the L2 is cold at first."""
+    import torch
+
+    flush()
     torch.cuda.profiler.start()
     try:
         yield
