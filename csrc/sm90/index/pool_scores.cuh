@@ -345,7 +345,7 @@ class PoolScorer {
             for (int32_t first = 0; first < heads; first += PoolDots::kGroupHeads) {
                 float sums[kIndexGroups][PoolDots::kGroupSums];
                 start_dots<PoolDots>(fragment, queries + first * (kQueryBytes >> 4), sums);
-                finish_dots<PoolDots>(sums);
+                finish_dots<PoolDots, 0>(sums);
                 if (plain) {
                     add_plain(sums, words, first, partials[tile]);
                 } else {

@@ -37,9 +37,8 @@ struct ScoreConfig {
     static constexpr int kGroups = 3;       // of consumer warps
     static constexpr int kConsumers = kGroups * kGroupThreads;
     static constexpr int kThreads = kConsumers + kPlanners;
-    // N of an MMA with groups apart. 16: registers are short beside the descriptors of the other
-    // path.
-    static constexpr int kGroupHeads = kOne && kHeads > 16 ? 16 : kHeads;
+    // N of an MMA with groups apart: two blocks of four accumulators are in flight.
+    static constexpr int kGroupHeads = kHeads < 16 ? kHeads : 16;
     static constexpr int kColumns = kOne ? kHeads : 2 * kHeads;   // N of an MMA on folded codes
     static constexpr int kQuadHeads = kHeads < 16 ? kHeads : 16;  // of each of four rows
     static constexpr int kSums = kHeads / 2, kGroupSums = kGroupHeads / 2;  // of a thread and tile

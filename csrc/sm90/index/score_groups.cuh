@@ -47,9 +47,10 @@ __device__ __forceinline__ void start_dots(const KeyFragment& keys, uint32_t que
     cute::warpgroup_commit_batch();
 }
 
-template <class Config>
+// Waits for all but the last kRunning batches that were started.
+template <class Config, int kRunning>
 __device__ __forceinline__ void finish_dots(float (*sums)[Config::kGroupSums]) {
-    cute::warpgroup_wait<0>();
+    cute::warpgroup_wait<kRunning>();
 #pragma unroll
     for (int g = 0; g < kIndexGroups; ++g) {
 #pragma unroll
@@ -121,29 +122,56 @@ __device__ __forceinline__ float3 relative_factors(uint32_t scales) {
             __uint_as_float(relative >> 1 & kInfBits)};
 }
 
-// Partial sums of a tile and one row, heads [first, first + kGroupHeads). kPlain: scales of keys
-// and row are.
-template <class Config, bool kPlain>
-__device__ __forceinline__ void add_block(const IndexScoresParams& p, const PassKeys& keys,
-                                          int tile, const KeyFragment& fragment,
-                                          const QueryTile& queries, int32_t head, int64_t row,
-                                          int32_t first, float (&partials)[2]) {
-    const uint32_t codes = query_descriptor(queries.codes) + head * (kQueryBytes >> 4);
-    float sums[kIndexGroups][Config::kGroupSums];
-    start_dots<Config>(fragment, codes, sums);
-    const uint32_t scales[2] = {keys.scales(keys.at(tile, 0)), keys.scales(keys.at(tile, 1))};
-    if constexpr (kPlain) {
-        const float2* source =
-            reinterpret_cast<const float2*>(queries.weights + head) + threadIdx.x % 4;
-        float2 weights[Config::kGroupHeads / 8];
+// Partial sums of a row's heads [first, first + kHeads), whose scales are plain like those of the
+// keys. While the heads of one block are added, the MMAs of the next one run.
+template <class Config>
+__device__ __forceinline__ void add_plain_row(const KeyFragment (&fragments)[kPassTiles],
+                                              const float3 (&factors)[kPassTiles][2],
+                                              uint32_t codes, const float2* weights,
+                                              float (&partials)[kPassTiles][2]) {
+    constexpr int kBlocks = Config::kHeads / Config::kGroupHeads;
+    constexpr uint32_t kBlockStep = Config::kGroupHeads * kQueryBytes >> 4;  // of descriptors
+    float sums[kPassTiles][kIndexGroups][Config::kGroupSums];
 #pragma unroll
-        for (int i = 0; i < Config::kGroupHeads / 8; ++i) weights[i] = source[4 * i];
-        const float3 factors[2] = {relative_factors(scales[0]), relative_factors(scales[1])};
-        finish_dots<Config>(sums);
-        add_plain_heads<Config>(sums, weights, factors, partials);
-    } else {
-        finish_dots<Config>(sums);
-        add_heads<Config>(p, row, first, sums, scales, partials);
+    for (int tile = 0; tile < kPassTiles; ++tile) {
+        start_dots<Config>(fragments[tile], codes, sums[tile]);
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+        float2 own[Config::kGroupHeads / 8];
+#pragma unroll
+        for (int i = 0; i < Config::kGroupHeads / 8; ++i) {
+            own[i] = weights[4 * (Config::kGroupHeads / 8 * block + i)];
+        }
+        const bool more = block + 1 < kBlocks;
+#pragma unroll
+        for (int tile = 0; tile < kPassTiles; ++tile) {
+            if (more || tile == 0) {
+                finish_dots<Config, 1>(sums[tile]);
+            } else {
+                finish_dots<Config, 0>(sums[tile]);
+            }
+            add_plain_heads<Config>(sums[tile], own, factors[tile], partials[tile]);
+            if (more) {
+                start_dots<Config>(fragments[tile], codes + (block + 1) * kBlockStep, sums[tile]);
+            }
+        }
+    }
+}
+
+// The same for any scales, heads [first, first + kGroupHeads) of a row.
+template <class Config>
+__device__ __forceinline__ void add_odd_block(const IndexScoresParams& p, const PassKeys& keys,
+                                              const KeyFragment (&fragments)[kPassTiles],
+                                              uint32_t codes, int64_t row, int32_t first,
+                                              float (&partials)[kPassTiles][2]) {
+#pragma unroll
+    for (int tile = 0; tile < kPassTiles; ++tile) {
+        float sums[kIndexGroups][Config::kGroupSums];
+        start_dots<Config>(fragments[tile], codes, sums);
+        const uint32_t scales[2] = {keys.scales(keys.at(tile, 0)), keys.scales(keys.at(tile, 1))};
+        finish_dots<Config, 0>(sums);
+        add_heads<Config>(p, row, first, sums, scales, partials[tile]);
     }
 }
 
@@ -172,32 +200,37 @@ __device__ __forceinline__ void score_groups(const IndexScoresParams& p, const S
                                              const ScorePlan& plan,
                                              const ScoreShared<Config>& shared,
                                              const PassKeys& keys, typename Config::Sink& sink) {
-    // Those of one row are loaded where they are used: registers are short.
     KeyFragment fragments[kPassTiles];
-    if constexpr (!Config::kOne) {
+    float3 factors[kPassTiles][2];
 #pragma unroll
-        for (int tile = 0; tile < kPassTiles; ++tile) load_fragment(keys, tile, &fragments[tile]);
+    for (int tile = 0; tile < kPassTiles; ++tile) {
+        load_fragment(keys, tile, &fragments[tile]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            factors[tile][half] = relative_factors(keys.scales(keys.at(tile, half)));
+        }
     }
     const uint32_t plain_keys = keys.stage->plain;
     const bool present = keys.stage->present >> keys.own / 8 & 1;
     const float exponent =
         present ? power_of_two(keys.scales(keys.own) & 0xffu) : bits_float(kNanBits);
+    const uint32_t codes = query_descriptor(shared.queries.codes);
+    const float2* weights =
+        reinterpret_cast<const float2*>(shared.queries.weights) + threadIdx.x % 4;
+    int32_t head = 0;  // of the segment
     for (int32_t row = 0; row < segment.rows; ++row) {
         const bool plain = plain_keys & shared.queries.plain[row];
-        const int64_t global_row = int64_t{segment.first_row} + row;
         float partials[kPassTiles][2] = {};
-#pragma unroll
-        for (int tile = 0; tile < kPassTiles; ++tile) {
-            if constexpr (Config::kOne) load_fragment(keys, tile, &fragments[tile]);
-            for (int32_t first = 0; first < plan.padded_heads; first += Config::kGroupHeads) {
-                const int32_t head = row * plan.padded_heads + first;
-                if (plain) {
-                    add_block<Config, true>(p, keys, tile, fragments[tile], shared.queries, head,
-                                            global_row, first, partials[tile]);
-                } else {
-                    add_block<Config, false>(p, keys, tile, fragments[tile], shared.queries, head,
-                                             global_row, first, partials[tile]);
-                }
+        const int32_t end = head + plan.padded_heads, begin = head;
+        if (plain) {
+            for (; head < end; head += Config::kHeads) {
+                const uint32_t at = __shfl_sync(~0u, codes + head * (kQueryBytes >> 4), 0);
+                add_plain_row<Config>(fragments, factors, at, weights + head / 2, partials);
+            }
+        } else {
+            for (; head < end; head += Config::kGroupHeads) {
+                add_odd_block<Config>(p, keys, fragments, codes + head * (kQueryBytes >> 4),
+                                      int64_t{segment.first_row} + row, head - begin, partials);
             }
         }
         float score = reduce_quad(partials);
