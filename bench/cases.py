@@ -338,6 +338,9 @@ def _index_cases() -> Iterator[Case]:
     wide = one | {"wide": True}
     yield _index_case(f"index.prefill.wide.{name}", scores, 4096, 65536, (None, 1.0), None, **wide)
     yield _index_case("index.prefill.2048x262144", scores, 2048, 262144, peer=4950.0, **one)
+    fp8 = {"record": "IndexFp8"}
+    for rows, entries in ((1, 1048576), (32, 65536)):
+        yield _index_case(f"index.decode.fp8.{rows}x{entries}", scores, rows, entries, **fp8)
     v4 = {"heads": 64}
     yield _index_case("index.decode.h64.1x262144", scores, 1, 262144, **v4)
     yield _index_case("index.decode.h64.64x32768", scores, 64, 32768, **v4)

@@ -106,11 +106,11 @@ class Inputs:
         defaults = {"ratios": [1], "heads": 64, "index_heads": 32, "k": 512}
         return fc.schedule(batch, **(defaults | shape), num_sms=self.num_sms)[section]
 
-    def index_query(self, rows: int, heads: int) -> tuple[Tensor, fc.IndexQuery]:
+    def index_query(self, rows: int, heads: int, record: str) -> tuple[Tensor, fc.IndexQuery]:
         """bf16 [rows, heads, 128] and the same quantised, all at position 0."""
         q = self.bf16(rows, heads, INDEX_DIM)
         zeros = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        return q, fc.quantize_query(q, zeros, self.cos_sin())
+        return q, fc.quantize_query(q, zeros, self.cos_sin(), record=record)
 
     def pool(self, rows: int, width: int, visible: int) -> fc.Pool:
         """Uniform blocks, ascending, the newest among them; all blocks where they are no more."""

@@ -180,7 +180,7 @@ def _index(case: Case, inputs: Inputs, count: int) -> Work:
     workspace = _workspace(op, inputs, **bounds)
     instances = []
     for table in _index_tables(case, inputs, count):
-        q, query = inputs.index_query(rows, heads)
+        q, query = inputs.index_query(rows, heads, case["record"])
         instance = {"q": q, "query": query, "block_table": table}
         instance["weights"] = inputs.f32(rows, heads) / 64
         instance["pool"] = inputs.pool(rows, case["pool_blocks"], entries) if reindex else None
