@@ -39,18 +39,67 @@ def same_scores(case, device, pool: fc.Pool | None = None) -> None:
     assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
+def near_scores(case, device) -> torch.Tensor:
+    """FP8 scores on the device, within the rounding of FP32 sums of those of the CPU; bits that do
+    not change."""
+    there, seen = replace(case, device=device), case.visible()
+    got, want = there.scores(), case.scores()
+    largest = replace(case, weights=case.weights.abs()).scores()[seen].abs().amax()
+    assert ((got - want).abs()[seen] <= 1e-5 * largest).all()
+    assert torch.equal(got[~seen], want[~seen])  # poison
+    assert torch.equal(there.scores().view(torch.int32), got.view(torch.int32))
+    return got
+
+
 # ---- index_scores
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 31, 51, 64, 93, 128])
-@pytest.mark.parametrize(
-    "records", [("IndexFp4",) * 2, ("IndexFp8", "IndexFp4"), ("IndexFp8",) * 2]
-)
-def test_heads(heads: int, records: tuple[str, str], device) -> None:
-    """Blocks of eight rows, fewer where the queries of many heads would not fit; FP8 too."""
-    record, query_record = records
-    options = {"heads": heads, "record": record, "query_record": query_record}
-    same_scores(index_case([500, 40, 0, 190], [1, 21, 9, 2], **options), device)
+def test_heads(heads: int, device) -> None:
+    """Blocks of eight rows, fewer where the queries of many heads would not fit."""
+    same_scores(index_case([500, 40, 0, 190], [1, 21, 9, 2], heads=heads), device)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 9, 31, 51, 64, 93, 128])
+@pytest.mark.parametrize("query_record", ["IndexFp4", "IndexFp8"])
+def test_fp8_heads(heads: int, query_record: str, device) -> None:
+    options = {"heads": heads, "record": "IndexFp8", "query_record": query_record}
+    near_scores(index_case([500, 40, 0, 190], [1, 21, 9, 2], **options), device)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 61, 256])
+def test_fp8_bits_do_not_depend_on_the_cut(page_size: int, device) -> None:
+    """Rows alone, together and in pools, pages of any size: a score is that of its key and row."""
+    case = index_case([700, 90], [3, 17], record="IndexFp8", page_size=page_size, device=device)
+    scores, seen = near_scores(replace(case, device=CPU), device), case.visible()
+    for row in (0, 2, 3, 19):
+        request = int(case.batch.row_request[row])
+        query = case.query
+        alone = replace(
+            case,
+            query=fc.IndexQuery(query.codes[row : row + 1], query.scales[row : row + 1]),
+            weights=case.weights[row : row + 1],
+            batch=fc.Batch.decode([int(case.batch.positions[row])]),
+            table=case.table[request : request + 1],
+        )
+        assert torch.equal(alone.scores()[0][seen[row]], scores[row][seen[row]])
+    pool = fc.Pool(torch.arange(0, 60, 3, dtype=torch.int32).repeat(20, 1), torch.full((20,), 20))
+    pool = replace(pool, counts=pool.counts.int())
+    columns = (pool.blocks[:, :, None] * 8 + torch.arange(8)).flatten(1).long()
+    inside = case.visible(pool)
+    want = scores.gather(1, columns)
+    assert torch.equal(case.scores(pool)[inside], want[inside])
+
+
+@pytest.mark.parametrize("spread", [0, 20, 60, 200])
+def test_fp8_keys_with_wide_queries(spread: int, device) -> None:
+    """FP4 queries whose groups' exponents differ by as much, beyond what FP16 holds, and NaN."""
+    case = index_case([300], [2], record="IndexFp8", query_record="IndexFp4")
+    case.query.scales.view(torch.uint8).random_(120 - spread // 2, 121 + spread // 2)
+    near_scores(case, device)
+    case.query.scales.view(torch.uint8)[0, 5] = 0xFF
+    scores = replace(case, device=device).scores()
+    assert scores[0][case.visible()[0]].isnan().all() and not scores[1].isnan().any()
 
 
 def test_scales_of_every_size(device) -> None:
@@ -233,7 +282,8 @@ def test_fifty_runs_beside_other_work(device) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7, 1000])
 @pytest.mark.parametrize("record", ["IndexFp4", "IndexFp8"])
 def test_tiles_of_rows(rows: int, record: str, device) -> None:
-    """Workspaces for one, a few or all rows; requests and rows sharing keys cut anywhere."""
+    """Workspaces for one, a few or all rows; requests and rows sharing keys cut anywhere. FP8: the
+    same lists as of the two ops."""
     case = index_case([2500, 0, 777], [3, 40, 1], num_rows=50, heads=8, record=record)
     options = {"pool_blocks": 50, "ratio": 1}
     bounds = {"max_rows": rows, "max_entries": case.entries, "k": 64, "pool_blocks": 50}
@@ -248,6 +298,16 @@ def test_tiles_of_rows(rows: int, record: str, device) -> None:
             **more,
         )
 
+    if record == "IndexFp8":
+        there = replace(case, device=device)
+        built, pool = run(device, **options)
+        want, want_pool = there.select(there.scores(), 64, pool_blocks=50)
+        assert_same_list(moved(built, CPU), replace(want, scores=None))
+        assert_same_list(moved(pool, CPU), replace(want_pool, scores=None))
+        inside, _ = run(device, pool, ratio=1)
+        want, _ = there.select(there.scores(moved(pool, CPU)), 64, pool=moved(pool, CPU))
+        assert_same_list(moved(inside, CPU), replace(want, scores=None))
+        return
     same_on_both(lambda where: run(where, **options), device)
     _, pool = run(CPU, **options)
     same_on_both(lambda where: run(where, pool, ratio=1), device)

@@ -32,6 +32,7 @@ struct StoreScores {
 }  // namespace
 
 cudaError_t index_scores(const IndexScoresParams& p, cudaStream_t stream) {
+    if (p.index.record == RecordId::IndexFp8) return index_scores_fp8(p, stream);
     if (!takes_tiles(p)) return index_scores_plain(p, stream);
     return score_tiles<StoreScores>(p, {p.out}, stream);
 }

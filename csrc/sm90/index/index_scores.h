@@ -1,4 +1,4 @@
-// The two kernels of index_scores. They give the same bits.
+// The kernels of index_scores beside that of score_tile.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,10 @@
 
 namespace flash_csa::sm90 {
 
-// Any page size and record, pools too.
+// IndexFp4 keys of any page size, pools too; the same bits as the other one.
 cudaError_t index_scores_plain(const IndexScoresParams& p, cudaStream_t stream);
+
+// IndexFp8 keys of any page size, pools too.
+cudaError_t index_scores_fp8(const IndexScoresParams& p, cudaStream_t stream);
 
 }  // namespace flash_csa::sm90

@@ -1,4 +1,4 @@
-// index_scores for what the tensor-core kernel does not take: pools, IndexFp8 keys, odd page sizes.
+// index_scores of IndexFp4 keys that the tensor-core kernel does not take: pools, odd page sizes.
 //
 //   in   index pages, queries, weights, block table      out  scores [R, columns]
 //
@@ -6,7 +6,7 @@
 // `slices`-th tile of columns. A thread takes a column: it decodes the key once into registers for
 // all rows of the same request. The products are dp4a on half units, exact.
 //
-// Floor: 68 bytes a key (132: IndexFp8), far below what this kernel takes: dp4a binds, 32 a key,
+// Floor: 68 bytes a key, far below what this kernel takes: dp4a binds, 32 a key,
 // row and head, 64 a cycle and SM. Limits: 1 to 128 heads, any page size.
 #include <algorithm>
 
@@ -18,7 +18,7 @@
 namespace flash_csa::sm90 {
 namespace {
 
-constexpr int kThreads = 128;           // columns of a tile; FP8 keys take 128 registers a thread
+constexpr int kThreads = 128;           // columns of a tile
 constexpr int kMaxRows = 8;             // that share a decoded key
 constexpr int kQueryBytes = 48 * 1024;  // of shared memory: several blocks fit an SM
 constexpr int64_t kBlocks = 4096;       // a few waves on 132 SMs
@@ -29,18 +29,15 @@ struct Plan {
 };
 
 // Loads the key of a column. False where the entry is on no page.
-template <class Format>
-__device__ __forceinline__ bool load_entry(const ConstPages& index, int32_t slot,
-                                           typename Format::Key* key) {
-    constexpr Record r = record(Format::kRecord);
+__device__ __forceinline__ bool load_entry(const ConstPages& index, int32_t slot, Fp4::Key* key) {
+    constexpr Record r = record(Fp4::kRecord);
     if (!index.holds(slot)) return false;
-    Format::load_key(index.row(r, slot), index.scales(r, slot), key);
+    Fp4::load_key(index.row(r, slot), index.scales(r, slot), key);
     return true;
 }
 
-template <class Format>
 __global__ void __launch_bounds__(kThreads) index_scores_kernel(IndexScoresParams p, Plan plan) {
-    using Head = typename Format::Head;
+    using Head = Fp4::Head;
     extern __shared__ uint4 shared_bytes[];
     Columns* sColumns = reinterpret_cast<Columns*>(shared_bytes);  // [kMaxRows]
     Head* sHeads = reinterpret_cast<Head*>(sColumns + kMaxRows);   // [rows, heads]
@@ -57,13 +54,13 @@ __global__ void __launch_bounds__(kThreads) index_scores_kernel(IndexScoresParam
     for (int32_t row = 0; row < rows; ++row) count = max(count, sColumns[row].count);
     if (int64_t{slice} * kThreads >= count) return;
     for (int32_t i = thread; i < rows * p.query.heads; i += kThreads) {
-        Format::load_head(p, first_row + i / p.query.heads, i % p.query.heads, &sHeads[i]);
+        Fp4::load_head(p, first_row + i / p.query.heads, i % p.query.heads, &sHeads[i]);
     }
     __syncthreads();
 
     for (int64_t tile = slice; tile * kThreads < count; tile += plan.slices) {
         const int32_t column = static_cast<int32_t>(tile * kThreads) + thread;
-        typename Format::Key key;
+        Fp4::Key key;
         bool present = false;
         const int32_t* loaded = nullptr;  // pages of the request whose key is in registers
         for (int32_t row = 0; row < rows; ++row) {
@@ -73,19 +70,20 @@ __global__ void __launch_bounds__(kThreads) index_scores_kernel(IndexScoresParam
                 const int64_t position = columns.position(column);
                 if (!columns.visible(position)) continue;  // only in a pool: one row
                 const int32_t slot = columns.slot(static_cast<int32_t>(position));
-                present = load_entry<Format>(p.index, slot, &key);
+                present = load_entry(p.index, slot, &key);
                 loaded = columns.pages;
             }
             p.out.row(first_row + row)[column] =
-                present ? score_of<Format>(key, sHeads + row * p.query.heads, p.query.heads)
+                present ? score_of(key, sHeads + row * p.query.heads, p.query.heads)
                         : bits_float(kNanBits);
         }
     }
 }
 
-template <class Format>
-cudaError_t launch_format(const IndexScoresParams& p, cudaStream_t stream) {
-    const int64_t row_bytes = int64_t{p.query.heads} * sizeof(typename Format::Head);
+}  // namespace
+
+cudaError_t index_scores_plain(const IndexScoresParams& p, cudaStream_t stream) {
+    const int64_t row_bytes = int64_t{p.query.heads} * sizeof(Fp4::Head);
     const int64_t capacity = p.pool.blocks ? int64_t{p.pool.width} * kPoolBlock
                                            : int64_t{p.block_table.columns} * p.index.page_size;
     Plan plan;
@@ -96,15 +94,8 @@ cudaError_t launch_format(const IndexScoresParams& p, cudaStream_t stream) {
     const int64_t tiles = (std::min(capacity, p.columns) + kThreads - 1) / kThreads;
     if (groups == 0 || tiles == 0) return cudaSuccess;
     plan.slices = static_cast<int32_t>(std::min(tiles, std::max<int64_t>(1, kBlocks / groups)));
-    return launch(index_scores_kernel<Format>, blocks_for(groups * plan.slices, 1), kThreads,
+    return launch(index_scores_kernel, blocks_for(groups * plan.slices, 1), kThreads,
                   kMaxRows * sizeof(Columns) + plan.rows * row_bytes, stream, p, plan);
-}
-
-}  // namespace
-
-cudaError_t index_scores_plain(const IndexScoresParams& p, cudaStream_t stream) {
-    if (p.index.record == RecordId::IndexFp8) return launch_format<Fp8>(p, stream);
-    return launch_format<Fp4>(p, stream);
 }
 
 }  // namespace flash_csa::sm90
