@@ -1,5 +1,6 @@
-"""Writes the README's tables from the code. `--check` only compares. `--accuracy` first takes the
-results.json of a run of `python -m flash_csa accuracy`, without its finer buckets.
+"""Writes tables of documents from the code and the committed rows. `--check` only compares.
+`--accuracy` first takes the results.json of a run of `python -m flash_csa accuracy`, without its
+finer buckets.
 
 usage: python docs/render.py [--check] [--accuracy results.json]
 """
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from bench import provenance, results  # noqa: E402
 
 README = ROOT / "README.md"
+TRAFFIC = ROOT / "docs" / "traffic.md"
 H200 = ROOT / "bench" / "results" / "h200.jsonl"
 ACCURACY = ROOT / "bench" / "results" / "accuracy.json"
 # Experiment, variant, metric, and what the README calls the line.
@@ -116,6 +118,19 @@ def bench_table() -> str:
     return table(header, lines) + note
 
 
+def dram_table() -> str:
+    """Bytes that crossed DRAM in a cold call beside the model's, from the committed rows."""
+    rows = [row for row in results.load(H200).values() if row["dram_bytes"] and row["bytes"]]
+    if not rows:
+        return "Not counted yet; `make gpu-bench` counts them where there is `ncu`."
+    lines = []
+    for row in rows:
+        model, counted = row["bytes"], row["dram_bytes"]
+        sizes = [f"{model / 1e6:,.2f}", f"{counted / 1e6:,.2f}", f"{counted / model:.2f}"]
+        lines.append([f"`{row['case']}`", *sizes])
+    return table(["case", "model, MB", "DRAM, MB", "DRAM / model"], lines)
+
+
 def accuracy() -> str:
     """What each axis costs on the shipped capture, from the committed run."""
     run = json.loads(ACCURACY.read_text(encoding="utf-8"))
@@ -137,28 +152,34 @@ def take_accuracy(path: Path) -> None:
 
 
 BLOCKS = {
-    "results": bench_table,
-    "records": records,
-    "bytes": cache_bytes,
-    "support": support,
-    "accuracy": accuracy,
+    README: {
+        "results": bench_table,
+        "records": records,
+        "bytes": cache_bytes,
+        "support": support,
+        "accuracy": accuracy,
+    },
+    TRAFFIC: {"dram": dram_table},
 }
 
 
-def render(text: str) -> str:
-    """`text` with every rendered block replaced."""
-    for name, block in BLOCKS.items():
+def render(path: Path) -> str:
+    """The text of a document with every rendered block replaced."""
+    text = path.read_text()
+    for name, block in BLOCKS[path].items():
         pattern = re.compile(f"(<!-- rendered: {name} -->\n).*?(<!-- end -->)", re.S)
         text, found = pattern.subn(lambda m, b=block: f"{m[1]}{b()}\n{m[2]}", text)
-        assert found == 1, f"README has {found} blocks named {name}"
+        assert found == 1, f"{path.name} has {found} blocks named {name}"
     return text
 
 
 if __name__ == "__main__":
     if "--accuracy" in sys.argv:
         take_accuracy(Path(sys.argv[sys.argv.index("--accuracy") + 1]))
-    before = README.read_text()
-    after = render(before)
+    rendered = {path: render(path) for path in BLOCKS}
+    stale = [path for path, text in rendered.items() if text != path.read_text()]
     if "--check" in sys.argv:
-        sys.exit("README.md is stale: run python docs/render.py" if before != after else 0)
-    README.write_text(after)
+        names = ", ".join(path.name for path in stale)
+        sys.exit(f"stale: {names}; run python docs/render.py" if stale else 0)
+    for path in stale:
+        path.write_text(rendered[path])
