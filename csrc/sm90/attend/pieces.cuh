@@ -124,6 +124,19 @@ struct Piece {
     }
 };
 
+// The first row of this CTA, where it is known before anything is read.
+struct FirstRow {
+    bool known;
+    int32_t row, head_block;
+
+    __device__ explicit FirstRow(const SplitPlan& plan)
+        : known(plan.splits > 0),
+          row(static_cast<int32_t>(blockIdx.x) / plan.head_blocks),
+          head_block(static_cast<int32_t>(blockIdx.x) % plan.head_blocks) {
+        if (known) row /= plan.splits;
+    }
+};
+
 // The pieces of this CTA, in order.
 class Pieces {
   public:
@@ -156,8 +169,21 @@ class Pieces {
             piece.first = tile_;
             piece.end = row_ < end_row_ || end_tile_ > all ? all : end_tile_;
         }
+        piece.end = max(piece.end, piece.first);  // a schedule that foresaw more
         ++row_;
         tile_ = 0;
+        return true;
+    }
+
+    // Row and block of heads of the next piece, as far as that is known without reading anything.
+    __device__ bool peek(int32_t& row, int32_t& head_block) const {
+        row = row_;
+        head_block = head_block_;
+        if (row_ < end_row_) return row_ < p_.rows;
+        const int32_t splits = plan_.splits > 1 ? plan_.splits : 1;
+        if (cuts_.scheduled() || item_ >= p_.rows * plan_.head_blocks * splits) return false;
+        row = item_ / plan_.head_blocks / splits;
+        head_block = item_ % plan_.head_blocks;
         return true;
     }
 

@@ -1,0 +1,142 @@
+// Parts of many_heads.cu: shared memory, and who waits for whom.
+//
+//   slot_full    a slot's records are there             copying warp, bytes  -> converting warp
+//   slot_empty   it was read                            converting warp      -> copying warp
+//   tile_full    a BF16 tile is there                   converting warps     -> both consumers
+//   tile_empty   it was multiplied                      both consumers       -> converting warps
+//   piece_full   what the next piece is                 copying warp 0       -> both consumers
+//   piece_empty  it is done with                        both consumers       -> copying warp 0
+//   query_full   the queries of a piece                 values               -> scores
+//   weights_*    probabilities of a tile                scores               -> values, and back
+//   factor_full  from sums to outputs                   scores               -> values
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/fast_math.h>
+
+#include <cstdint>
+
+#include "sm90/attend/many_heads_records.cuh"
+#include "sm90/attend/pieces.cuh"
+
+namespace flash_csa::sm90::many_heads {
+
+using Barrier = cutlass::arch::ClusterBarrier;
+using CopyBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+inline constexpr int kWarpgroup = 128;
+inline constexpr int kWarps = kWarpgroup / 32;
+inline constexpr int kConsumers = 2 * kWarpgroup;
+inline constexpr int kThreads = kConsumers + 2 * kWarpgroup;
+inline constexpr int kStages = 2;  // BF16 tiles: a third does not fit beside q
+inline constexpr int kTileBytes = kAttendTile * kHeadDim * 2;
+inline constexpr int kPanels = kHeadDim / kPanelColumns;
+inline constexpr int kWarpRecords = kAttendTile / kWarps;  // of a tile
+inline constexpr int kWarpSlots = 2;                       // a third each does not fit
+inline constexpr int kSlots = kWarps * kWarpSlots;
+inline constexpr int kPieces = 4;  // that are known at a time: a power of 2
+static_assert(kAttendTile == 64 && kHeadBlock == 64 && kWarpRecords % kMostRecords == 0);
+
+// What a slot holds: a bit per record, and of which list.
+enum : uint32_t { kOfWindow = 1u << 8, kNoMore = 1u << 9 };
+
+struct Shared {
+    uint8_t q[kTileBytes];
+    uint8_t kv[kStages][kTileBytes];
+    uint8_t p[kTilePanelBytes];  // probabilities [64 heads, 64 records]
+    alignas(16) uint8_t slots[kSlots][kSlotBytes];
+    float keep[kHeadBlock];                        // weight of the earlier tiles
+    float factor[2][kHeadBlock];                   // of the finished output, pieces in turns
+    alignas(8) uint16_t present[kStages][kWarps];  // a bit per record
+    uint32_t holds[kSlots];
+    Piece pieces[kPieces];  // in turns; row -1: no more
+    CopyBarrier slot_full[kSlots];
+    Barrier slot_empty[kSlots];
+    Barrier tile_full[kStages], tile_empty[kStages];
+    Barrier piece_full[kPieces], piece_empty[kPieces];
+    Barrier query_full;
+    Barrier weights_full, weights_empty;
+    Barrier factor_full;
+};
+static_assert(sizeof(Shared) <= 227 * 1024);  // opt-in limit
+
+__device__ __forceinline__ void init_barriers(Shared& shared) {
+    for (int i = 0; i < kSlots; ++i) {
+        shared.slot_full[i].init(32);
+        shared.slot_empty[i].init(32);
+    }
+    for (int i = 0; i < kStages; ++i) {
+        shared.tile_full[i].init(kWarpgroup);
+        shared.tile_empty[i].init(kConsumers);
+    }
+    for (int i = 0; i < kPieces; ++i) {
+        shared.piece_full[i].init(32);
+        shared.piece_empty[i].init(kConsumers);
+    }
+    shared.query_full.init(kWarpgroup);
+    shared.weights_full.init(kWarpgroup);
+    shared.weights_empty.init(kWarpgroup);
+    shared.factor_full.init(kWarpgroup);
+}
+
+// Stages in turns; the parity of an mbarrier changes with every round.
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ void advance() {
+        stage ^= 1;
+        parity ^= stage == 0;
+    }
+};
+
+// A warp's slots in turns.
+struct SlotTurn {
+    int at;
+    uint32_t parity = 0;
+
+    __device__ explicit SlotTurn(int warp) : at(kWarpSlots * warp) {}
+    __device__ void next() {
+        at ^= 1;
+        parity ^= at % kWarpSlots == 0;
+    }
+};
+static_assert(kWarpSlots == 2);
+
+// The piece number `number`, in its place.
+struct PieceTurn {
+    int number = 0;
+
+    __device__ int at() const { return number & (kPieces - 1); }
+    __device__ uint32_t parity() const { return number / kPieces & 1; }
+};
+
+// Pages of one list, with a division that is a multiplication.
+struct Places {
+    const uint8_t* data;
+    int64_t page_stride;
+    int32_t pages;
+    int32_t slots;  // that can be named
+    cutlass::FastDivmod page;
+    RecordId id;
+
+    explicit Places(const ConstPages& from)
+        : data(from.data),
+          page_stride(from.page_stride),
+          pages(at_most_int32(from.num_pages)),
+          slots(at_most_int32(from.num_pages * from.page_size)),
+          page(from.page_size),
+          id(from.record) {}
+
+  private:
+    static int32_t at_most_int32(int64_t x) {
+        return x < INT32_MAX ? static_cast<int32_t>(x) : INT32_MAX;
+    }
+};
+
+struct Plan {
+    SplitPlan splits;
+    Places window, main;
+};
+
+}  // namespace flash_csa::sm90::many_heads

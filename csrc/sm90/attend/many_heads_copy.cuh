@@ -1,0 +1,269 @@
+// Part of many_heads.cu: the warps that find and copy records.
+//
+// A warp has 16 records of every tile and lane i, as lane i + 16, knows where the i-th lies. The
+// slots of a tile are read while the one before it is copied. A record is one bulk copy, or four
+// are where they follow each other in memory, as those of windows do: all are started by one lane,
+// from addresses that it gets from the others beforehand, so that copies are not a loop over lanes.
+//
+// Lists and queries of the next piece go to the L2 ahead.
+#pragma once
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "sm90/attend/many_heads.cuh"
+#include "sm90/attend/output.cuh"
+#include "sm90/common/cp_async.cuh"
+#include "sm90/common/fresh.cuh"
+#include "sm90/common/prefetch.cuh"
+
+namespace flash_csa::sm90::many_heads {
+
+// Asks for a row's lists and their lengths. A warpgroup calls.
+__device__ __forceinline__ void prefetch_lists(const AttendParams& p, int32_t row, int thread) {
+    constexpr int kEach = 128 / sizeof(int32_t);
+    if (thread == 0 && p.window.lengths) prefetch_l2(p.window.lengths + row);
+    if (thread == 1 && p.main.lengths) prefetch_l2(p.main.lengths + row);
+    const int at = thread * kEach;  // longer lists: their beginnings
+    if (p.window.slots && at < p.window.columns) prefetch_l2(p.window.slots.row(row) + at);
+    if (p.main.slots && at < p.main.columns) prefetch_l2(p.main.slots.row(row) + at);
+}
+
+// One warp's state.
+struct Copier {
+    const AttendParams& p;
+    const Plan& plan;
+    Shared& shared;
+    const int warp, lane;
+    Pieces pieces;
+    SlotTurn slot;
+    Piece piece;
+    PieceTurn turn;
+
+    __device__ __forceinline__ Copier(const AttendParams& params, const Plan& plan_,
+                                      const Cuts& cuts, Shared& shared_, int warp_, int lane_)
+        : p(params),
+          plan(plan_),
+          shared(shared_),
+          warp(warp_),
+          lane(lane_),
+          pieces(params, plan_.splits, cuts),
+          slot(warp_) {}
+
+    __device__ __forceinline__ void work() {
+        while (pieces.next(piece)) {
+            Located here = locate(piece.first, read(piece.first));
+            int32_t listed = read(piece.first + 1);
+            publish();
+            for (int32_t tile = piece.first; tile < piece.end; ++tile) {
+                copy_tile(piece.is_window(tile), here);
+                here = locate(tile + 1, listed);
+                listed = read(tile + 2);
+                prefetch(piece.is_window(tile + 1), here);
+                if (tile == piece.first) prefetch_next();
+            }
+        }
+        piece.row = -1;
+        publish();
+        put_end();
+    }
+
+    // Says what the piece is.
+    __device__ __forceinline__ void publish() {
+        if (warp == 0) {
+            shared.piece_empty[turn.at()].wait(turn.parity() ^ 1);
+            if (lane == 0) shared.pieces[turn.at()] = piece;
+            shared.piece_full[turn.at()].arrive();
+        }
+        ++turn.number;
+    }
+
+    __device__ __forceinline__ bool is_contiguous(bool window) const {
+        return !window && p.contiguous.data != nullptr;
+    }
+    __device__ __forceinline__ int32_t entry(int32_t tile) const {
+        return (piece.is_window(tile) ? tile : tile - piece.window_tiles) * kAttendTile +
+               fresh(kWarpRecords * warp + lane % kWarpRecords);
+    }
+
+    // What the list says of the lane's record: its slot, or its page if the list is contiguous.
+    // Slots behind a list's length are read before that is known.
+    __device__ __forceinline__ int32_t read(int32_t tile) const {
+        if (tile >= piece.end) return -1;
+        const bool window = piece.is_window(tile);
+        const int32_t at = entry(tile);
+        if (is_contiguous(window)) {
+            return at < piece.main ? p.contiguous.row(piece.request)[plan.main.page.div(at)] : -1;
+        }
+        const RecordList& list = window ? p.window : p.main;
+        return at < list.columns ? list.slots.row(piece.row)[at] : -1;
+    }
+
+    struct Located {
+        const uint8_t* page;
+        int32_t offset;  // record of the page
+        bool there;
+    };
+
+    __device__ __forceinline__ Located locate(int32_t tile, int32_t listed) const {
+        const bool window = piece.is_window(tile);
+        const int32_t at = entry(tile);
+        const cutlass::FastDivmod divide = window ? plan.window.page : plan.main.page;
+        int32_t page = listed, offset = 0;
+        bool there = tile < piece.end && at < (window ? piece.window : piece.main) && listed >= 0;
+        if (is_contiguous(window)) {
+            there = there && page < plan.main.pages;
+            offset = at - divide.div(at) * divide.divisor;
+        } else {
+            there = there && listed < (window ? plan.window.slots : plan.main.slots);
+            divide(page, offset, listed);
+        }
+        if (!there) page = offset = 0;
+        return {(window ? plan.window.data : plan.main.data) +
+                    page * (window ? plan.window.page_stride : plan.main.page_stride),
+                offset, there};
+    }
+
+    __device__ __forceinline__ RecordId kind(bool window) const {
+        return window ? plan.window.id : plan.main.id;
+    }
+
+    // Bit i: record i follows the one before it in memory.
+    static __device__ __forceinline__ uint32_t joined(const uint8_t* from, int bytes) {
+        const auto at = reinterpret_cast<uint64_t>(from);
+        return __ballot_sync(~0u, at == __shfl_up_sync(~0u, at, 1) + bytes);
+    }
+
+    // FP8 records of the tile to come, into the L2: more bytes than slots hold have to be on their
+    // way to hide the latency of memory.
+    __device__ __forceinline__ void prefetch(bool window, const Located& at) const {
+        with_passes(kind(window), [&](auto passes) {
+            using Passes = decltype(passes);
+            if constexpr (Passes::kRecord.element == Element::E4M3) {
+                constexpr int kEach = Passes::kCopied;
+                constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
+                const uint8_t* from = at.page + at.offset * kEach;
+                const uint32_t present = __ballot_sync(~0u, at.there);
+                const uint32_t follows = joined(from, kEach);
+#pragma unroll 1
+                for (int first = 0; first < kWarpRecords; first += Passes::kRecords) {
+                    const uint32_t mine = present >> first & kAll;
+                    const bool run = mine == kAll && ((follows >> first | 1) & kAll) == kAll;
+                    const uint8_t* records[Passes::kRecords];
+#pragma unroll
+                    for (int i = 0; i < Passes::kRecords; ++i)
+                        records[i] = broadcast(from, first + i);
+                    if (cute::elect_one_sync()) {
+                        if (run) {
+                            cute::SM90_BULK_COPY_G2S::PREFETCH::copy(records[0],
+                                                                     Passes::kRecords * kEach);
+                        } else {
+#pragma unroll
+                            for (int i = 0; i < Passes::kRecords; ++i)
+                                if ((mine >> i & 1) != 0)
+                                    cute::SM90_BULK_COPY_G2S::PREFETCH::copy(records[i], kEach);
+                        }
+                    }
+                    __syncwarp();
+                }
+            }
+        });
+    }
+
+    static __device__ __forceinline__ const uint8_t* broadcast(const uint8_t* x, int lane) {
+        return reinterpret_cast<const uint8_t*>(
+            __shfl_sync(~0u, reinterpret_cast<uint64_t>(x), lane));
+    }
+
+    __device__ __forceinline__ void copy_tile(bool window, const Located& at) {
+        with_passes(kind(window), [&](auto passes) { copy_records<decltype(passes)>(window, at); });
+    }
+
+    template <class Passes>
+    __device__ __forceinline__ void copy_records(bool window, const Located& at) {
+        constexpr bool kApart = Passes::kRecord.order == PageOrder::PageSplit;
+        constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
+        constexpr int kEach = Passes::kCopied;  // also the distance of neighbours in memory
+        const uint8_t* from = at.page + at.offset * kEach;
+        const uint32_t present = __ballot_sync(~0u, at.there);
+        const uint32_t follows = joined(from, kEach);
+        const uint32_t list = window ? kOfWindow : 0;
+#pragma unroll 1
+        for (int first = 0; first < kWarpRecords; first += Passes::kRecords, slot.next()) {
+            const uint32_t mine = present >> first & kAll;
+            const bool run = mine == kAll && ((follows >> first | 1) & kAll) == kAll;
+            uint8_t* to = shared.slots[slot.at];
+            CopyBarrier& full = shared.slot_full[slot.at];
+            shared.slot_empty[slot.at].wait(slot.parity ^ 1);
+            if constexpr (kApart) {
+                const int size = window ? plan.window.page.divisor : plan.main.page.divisor;
+                if (at.there && lane >= first && lane < first + Passes::kRecords)
+                    copy_8_async(to + Passes::scales_place(lane - first),
+                                 at.page + size * kEach + at.offset * Passes::kRecord.scale_bytes);
+            }
+            if (lane == 0) {
+                shared.holds[slot.at] = mine | list;
+                full.expect_transaction(__popc(mine) * kEach);
+            }
+            __syncwarp();
+            if (run)
+                start_copies<Passes, kAll, true>(from, first, mine, to, full);
+            else if (mine == kAll)
+                start_copies<Passes, kAll, false>(from, first, mine, to, full);
+            else
+                start_copies<Passes, 0, false>(from, first, mine, to, full);
+            if constexpr (kApart)
+                cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+            else
+                full.arrive();
+        }
+    }
+
+    // Of records first .. of the warp. kMine: those that are present, if that is known.
+    template <class Passes, uint32_t kMine, bool kRun>
+    static __device__ __forceinline__ void start_copies(const uint8_t* from, int first,
+                                                        uint32_t mine, uint8_t* to,
+                                                        CopyBarrier& full) {
+        constexpr int kStride = kRun ? Passes::kTogether : 1;
+        constexpr int kStep = 4;  // addresses that are there at a time
+#pragma unroll
+        for (int k = 0; k < Passes::kRecords; k += kStep) {
+            const uint8_t* records[kStep];
+#pragma unroll
+            for (int i = 0; i < kStep; i += kStride) records[i] = broadcast(from, first + k + i);
+            if (cute::elect_one_sync()) {
+#pragma unroll
+                for (int i = 0; i < kStep; i += kStride) {
+                    if (kMine != 0 || (mine >> (k + i) & 1) != 0)
+                        cute::SM90_BULK_COPY_G2S::copy(
+                            records[i], reinterpret_cast<uint64_t*>(&full),
+                            to + Passes::place(k + i), kStride * Passes::kCopied);
+                }
+            }
+            __syncwarp();
+        }
+    }
+
+    __device__ __forceinline__ void put_end() {
+        shared.slot_empty[slot.at].wait(slot.parity ^ 1);
+        if (lane == 0) shared.holds[slot.at] = kNoMore;
+        shared.slot_full[slot.at].arrive();
+    }
+
+    // What is read of the next piece, into the L2.
+    __device__ __forceinline__ void prefetch_next() const {
+        constexpr int kLine = 128;
+        int32_t row, head_block;
+        if (!pieces.peek(row, head_block)) return;
+        const int thread = fresh(32 * warp + lane), first_head = head_block * kHeadBlock;
+        constexpr int kLines = kHeadDim * 2 / kLine;  // of a head
+#pragma unroll
+        for (int i = 0; i < kHeadBlock * kLines / kWarpgroup; ++i) {
+            const int head = first_head + thread / kLines + i * (kWarpgroup / kLines);
+            if (head < p.heads) prefetch_l2(p.q.at(row, head) + thread % kLines * (kLine / 2));
+        }
+        prefetch_lists(p, row, thread);
+    }
+};
+
+}  // namespace flash_csa::sm90::many_heads
