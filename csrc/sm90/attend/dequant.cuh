@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "core/numerics.h"
+#include "sm90/common/permute.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -69,13 +70,15 @@ __device__ __forceinline__ uint4 e2m1_paired(uint32_t codes, uint32_t factor) {
 // Eight E4M3 codes. Placed bits are value * 2^-120; the first factor leaves value * 2^-8, so that
 // no scale overflows the second.
 __device__ __forceinline__ uint4 e4m3_paired(uint32_t low, uint32_t high, uint32_t factor) {
-    constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x07f007f0u, kTo2m8 = 0x77807780u;
-    const auto pair = [=](uint32_t selector) {  // codes n and n + 4 into the upper bytes
-        const uint32_t codes = __byte_perm(low, high, selector);
-        const uint32_t placed = (codes & kSign) | (codes >> 4 & kMagnitude);
+    constexpr uint32_t kPlaced = 0x87f087f0u, kTo2m8 = 0x77807780u;
+    const auto pair = [=](uint32_t selector) {
+        // The upper bytes are codes n and n + 4; below the latter is the former's sign, which the
+        // shift brings to where its own would come from.
+        const auto codes = static_cast<int32_t>(permute(low, high, selector));
+        const uint32_t placed = static_cast<uint32_t>(codes >> 4) & kPlaced;
         return multiply_bf16x2(multiply_bf16x2(placed, kTo2m8), factor);
     };
-    return make_uint4(pair(0x4400), pair(0x5511), pair(0x6622), pair(0x7733));
+    return make_uint4(pair(0x4800), pair(0x5911), pair(0x6a22), pair(0x7b33));
 }
 
 // Eight 16-bit values in natural order, to paired order and back.
