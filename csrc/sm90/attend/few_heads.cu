@@ -3,16 +3,16 @@
 //   in   q [R, H, 512], window and main records, lists        out  out, lse
 //
 // A persistent CTA takes rows in turns, or runs of a row's tiles where rows are cut (`splits`).
-// Its four warpgroups meet at barriers in shared memory only. Other head counts are padded to the
-// next of 8, 16, 32. Per tile of 64 records (a list starts a new tile)
+// Its five warpgroups meet at barriers in shared memory, at which all lanes arrive. Other head
+// counts are padded to the next of 8, 16, 32. Per tile of 64 records (a list starts a new tile)
 //
-//   copies    (1) find the records, a warp 16 of them, bring each by a bulk copy into the ring
-//             of the warps that convert it; between rows, the next query into shared memory
+//   copies    (1) find the records, a warp 16 of them, and copy them into the ring of the warps
+//             that convert them; between rows, the next query into shared memory
 //   convert   (2) each half of the dims, codes -> BF16 fragments in registers: logits^T [64
-//   records,
-//             heads] += records . q^T; the fragments are also stored in the tile
-//   values    (1) softmax over the sum of both halves; out^T [512 dims, heads] += records^T . p^T,
-//             the tile MN-major as A; after the last tile of a row, the output
+//             records, heads] += records . q^T; the fragments are also stored in the tile
+//   softmax   (1) weights, from the sum of both halves
+//   values    (1) out^T [512 dims, heads] += records^T . p^T from the tile; after the last tile of
+//             a row, the output
 //
 // Heads are N of both products, and both leave a thread the same heads: what rescales a column of
 // out^T is known where it is needed. Floor: the bytes of the records and those of shared memory;
@@ -25,6 +25,7 @@
 #include "sm90/attend/few_heads_copy.cuh"
 #include "sm90/attend/few_heads_values.cuh"
 #include "sm90/attend/variants.h"
+#include "sm90/common/dependents.cuh"
 #include "sm90/common/launch.h"
 
 namespace flash_csa::sm90 {
@@ -36,21 +37,21 @@ __device__ __forceinline__ void start(Shared<kHeads>& shared) {
     if (thread == 0) {
         for (int w = 0; w < kWarps; ++w) {
             for (int i = 0; i < kSlots<kHeads>; ++i) {
-                shared.slot_full[w][i].init(1);
-                shared.slot_empty[w][i].init(kConvertGroups);
+                shared.slot_full[w][i].init(2 * 32);  // copies, and what is stored beside them
+                shared.slot_empty[w][i].init(kConvertGroups * 32);
             }
         }
         for (int i = 0; i < kTiles; ++i) {
-            shared.tile_full[i].init(kConvertGroups * kWarps);
-            shared.tile_empty[i].init(kWarps);
-            shared.weights_full[i].init(kWarps);
+            shared.tile_full[i].init(kConvertGroups * kGroupThreads);
+            shared.tile_empty[i].init(kGroupThreads);
+            shared.weights_full[i].init(kGroupThreads);
         }
-        shared.logits_empty.init(kWarps);
-        shared.totals_full.init(1);
-        shared.totals_empty.init(kWarps);
+        shared.logits_empty.init(kGroupThreads);
+        shared.totals_full.init(32);
+        shared.totals_empty.init(kGroupThreads);
         for (int i = 0; i < kQueries<kHeads>; ++i) {
-            shared.row_full[i].init(kWarps);
-            shared.row_empty[i].init((kConvertGroups + 2) * kWarps);
+            shared.row_full[i].init(kGroupThreads);
+            shared.row_empty[i].init((kConvertGroups + 2) * kGroupThreads);
         }
         cutlass::arch::fence_barrier_init();
     }
@@ -60,7 +61,7 @@ __device__ __forceinline__ void start(Shared<kHeads>& shared) {
 // Registers of a thread, of 5 * 96 for one of each warpgroup.
 inline constexpr uint32_t kLaunchRegisters = 96;
 template <int kHeads>
-inline constexpr uint32_t kConvertRegisters = kHeads == 32 ? 88 : 112;
+inline constexpr uint32_t kConvertRegisters = kHeads == 32 ? 80 : 112;
 template <int kHeads>
 inline constexpr uint32_t kSoftmaxRegisters = kHeads == 32 ? 72 : 64;
 template <int kHeads>
@@ -68,7 +69,7 @@ inline constexpr uint32_t kValuesRegisters = kHeads == 32   ? 168
                                              : kHeads == 16 ? 112
                                                             : 88;
 template <int kHeads>
-inline constexpr uint32_t kCopyRegisters = kHeads == 32   ? 64
+inline constexpr uint32_t kCopyRegisters = kHeads == 32   ? 80
                                            : kHeads == 16 ? 80
                                                           : 88;
 
@@ -85,10 +86,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     few_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     auto& shared = *reinterpret_cast<Shared<kHeads>*>(bytes);
+    allow_dependents();
     start(shared);
     const int group = cutlass::canonical_warp_group_idx();
     const int warp = cutlass::canonical_warp_idx_sync() % kWarps;
     const int lane = threadIdx.x % 32;
+    // While the kernel before ends: what is asked for here is read by nobody.
+    const int32_t row = static_cast<int32_t>(blockIdx.x) / plan.splits;
+    if (group > kConvertGroups + 1) {
+        if (warp == 0) prefetch_lists(p, row, lane);
+        if (warp == 1) prefetch_query(p, row, lane);
+    } else if (group == kConvertGroups + 1 && plan.splits == 1) {
+        prefetch_record(p.window, plan.window, row, 32 * warp + lane);
+        prefetch_record(p.main, plan.main, row, 32 * warp + lane);
+    }
+    wait_for_previous();
     if (group < kConvertGroups) {
         set_registers<kConvertRegisters<kHeads>>();
         Converter<kHeads>{shared, group, warp, lane}.work(plan.items);
@@ -111,15 +123,16 @@ cudaError_t launch_few_heads(const AttendParams& p, int num_sms, cudaStream_t st
     const int32_t splits = splits_of(p, num_sms, sizeof(Partial<kHeads>));
     const int32_t items = p.rows * splits;
     const Plan plan{splits, items, Places(p.main.pages), Places(p.window.pages)};
-    return launch(few_heads_kernel<kHeads>, blocks_for(items < num_sms ? items : num_sms, 1),
-                  kThreads, sizeof(Shared<kHeads>), stream, p, plan);
+    return launch_after(few_heads_kernel<kHeads>, blocks_for(items < num_sms ? items : num_sms, 1),
+                        kThreads, sizeof(Shared<kHeads>), stream, p, plan);
 }
 
 }  // namespace few_heads
 
 bool takes_few_heads(const AttendParams& p) {
     const auto takes = [](const RecordList& list, RecordId id) {
-        return list.pages.data == nullptr || list.pages.record == id;
+        return list.pages.data == nullptr ||
+               (list.pages.record == id && few_heads::Places::reach(list.pages));
     };
     // Maxima are taken before the scale.
     return p.heads <= 32 && p.softmax_scale > 0.f && takes(p.main, RecordId::MainFp4) &&

@@ -16,12 +16,12 @@
 #include <cstdint>
 #include <cute/arch/copy.hpp>
 #include <cute/arch/copy_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/list.h"
 #include "core/schedule.h"
 #include "sm90/attend/dequant.cuh"
 #include "sm90/common/lane_codec.cuh"
+#include "sm90/common/prefetch.cuh"
 #include "sm90/common/wgmma.cuh"
 
 namespace flash_csa::sm90::few_heads {
@@ -50,6 +50,7 @@ inline constexpr int kSlots = kHeads == 8    ? 4
 // Queries that are there at a time: as many as the shared memory holds.
 template <int kHeads>
 inline constexpr int kQueries = kHeads == 8 ? 2 : 1;
+inline constexpr uint32_t kAllRecords = (1u << kWarpRecords) - 1;
 inline constexpr int kPresentSets = 8;  // tiles that are somewhere between copies and softmax
 
 inline constexpr float kLog2e = 1.4426950408889634f;
@@ -90,29 +91,51 @@ struct Tiles {
     }
 };
 
-// Asks for a row's lists before their lengths are known, for which their loads wait. A warp calls.
-__device__ __forceinline__ void prefetch_lists(const AttendParams& p, int64_t row, int lane) {
+// Brings a row's lists to the L2 before their lengths are known, for which their loads wait, and
+// without looking at them: the kernel before may still write them. A warp calls.
+__device__ __forceinline__ void prefetch_list(const RecordList& list, int64_t row, int lane) {
     constexpr int kEach = 128 / sizeof(int32_t);
-    if (p.window.slots && lane * kEach < p.window.columns)
-        cute::prefetch(p.window.slots.row(row) + lane * kEach);
-    for (int at = lane * kEach; p.main.slots && at < p.main.columns; at += 32 * kEach)
-        cute::prefetch(p.main.slots.row(row) + at);
+    if (!list.slots || list.lengths == nullptr) return;
+#pragma unroll 1
+    for (int at = lane * kEach; at < list.columns; at += 32 * kEach)
+        prefetch_l2(list.slots.row(row) + at);
+    if (lane == 0) prefetch_l2(list.lengths + row);
+}
+__device__ __forceinline__ void prefetch_lists(const AttendParams& p, int64_t row, int lane) {
+    prefetch_list(p.window, row, lane);
+    prefetch_list(p.main, row, lane);
+}
+__device__ __forceinline__ void prefetch_query(const AttendParams& p, int64_t row, int lane) {
+    constexpr int kEach = 128 / sizeof(uint16_t), kLines = kHeadDim / kEach;
+#pragma unroll 1
+    for (int head = lane / kLines; head < p.heads; head += 32 / kLines)
+        prefetch_l2(p.q.at(row, head) + lane % kLines * kEach);
 }
 
 // Pages of token-major records, with a division that is a multiplication.
 struct Places {
+    static constexpr int kUnit = 16;                  // bytes
+    static constexpr uint32_t kAbsent = 0xffffffffu;  // no record's distance
+
     const uint8_t* data;
     int64_t page_stride;
     int64_t slots;
     cutlass::FastDivmod page;
     int32_t bytes;
+    uint32_t page_units;
 
     explicit Places(const ConstPages& pages)
         : data(pages.data),
           page_stride(pages.page_stride),
           slots(pages.num_pages * pages.page_size),
           page(pages.page_size),
-          bytes(record(pages.record).bytes()) {}
+          bytes(record(pages.record).bytes()),
+          page_units(static_cast<uint32_t>(pages.page_stride / kUnit)) {}
+
+    // Whether all distances are below kAbsent.
+    static bool reach(const ConstPages& pages) {
+        return pages.num_pages * pages.page_stride <= int64_t{kUnit} * kAbsent;
+    }
 
     __device__ bool holds(int32_t slot) const { return slot >= 0 && slot < slots; }
     __device__ const uint8_t* row(int32_t slot) const {
@@ -120,7 +143,26 @@ struct Places {
         page(number, offset, slot);
         return data + number * page_stride + offset * bytes;
     }
+    // How far from the first record the one of a slot lies, in units.
+    __device__ uint32_t distance(int32_t slot) const {
+        if (!holds(slot)) return kAbsent;
+        int number, offset;
+        page(number, offset, slot);
+        return number * page_units + static_cast<uint32_t>(offset * (bytes / kUnit));
+    }
 };
+
+// Brings a record of a row's list to the L2. The list is read as it is: where the kernel before
+// still writes it, another record, or none, is asked for in vain.
+__device__ __forceinline__ void prefetch_record(const RecordList& list, const Places& places,
+                                                int64_t row, int entry) {
+    if (!list.slots || entry >= list.columns) return;
+    const int32_t slot = __ldcg(list.slots.row(row) + entry);  // not to the L1: it may change
+    if (!places.holds(slot)) return;
+    const uint8_t* record = places.row(slot);
+    for (int at = 0; at < places.bytes; at += 128) prefetch_l2(record + at);
+    prefetch_l2(record + places.bytes - 1);
+}
 
 // Runs of a row's tiles: as many as fill the places for CTAs and the workspace holds.
 inline int32_t splits_of(const AttendParams& p, int64_t places, int64_t partial_bytes) {
@@ -137,7 +179,6 @@ inline int32_t splits_of(const AttendParams& p, int64_t places, int64_t partial_
 }
 
 using Barrier = cutlass::arch::ClusterBarrier;
-using CopyBarrier = cutlass::arch::ClusterTransactionBarrier;
 
 // A thread's values of head columns: column 2 j + e is head 8 j + 2 t + e.
 template <int kHeads>
@@ -158,13 +199,13 @@ struct Shared {
     float reduce[kWarps][kHeads];
     float keep[kTiles][kHeads];  // what older sums are worth where `over` is set
     float max[kHeads], sum[kHeads];
+    float sink[kHeads];
     float factor[kHeads];                       // from sums to outputs
-    uint32_t present[kPresentSets][kWarps];     // bits r and r + 16: the warp's record r is there
+    uint32_t present[kPresentSets][kWarps];     // bit r: the warp's record r is there
     uint32_t over[kTiles];                      // a byte a warp: a logit is far above its base
     int32_t tiles[kQueries], window[kQueries];  // of a row, and how many of them are window
     bool last;
-    CopyBarrier slot_full[kWarps][kSlots];
-    Barrier slot_empty[kWarps][kSlots];
+    Barrier slot_full[kWarps][kSlots], slot_empty[kWarps][kSlots];
     Barrier tile_full[kTiles], tile_empty[kTiles];
     Barrier weights_full[kTiles];
     Barrier logits_empty;

@@ -50,8 +50,7 @@ struct Converter {
                 else
                     convert<RecordId::MainFp4>();
             }
-            __syncwarp();
-            if (lane == 0) shared.row_empty[query_at.at].arrive();
+            shared.row_empty[query_at.at].arrive();
             query_at.next();
         }
     }
@@ -105,12 +104,9 @@ struct Converter {
     // Gives back the slots of the tile that was read.
     template <class Read>
     __device__ __forceinline__ void release_slots() {
-        __syncwarp();
-        if (lane == 0) {
-            shared.slot_empty[warp][slot.at].arrive();
-            if (Read::kSlots > 1)
-                shared.slot_empty[warp][slot.at == 0 ? kSlots<kHeads> - 1 : slot.at - 1].arrive();
-        }
+        shared.slot_empty[warp][slot.at].arrive();
+        if (Read::kSlots > 1)
+            shared.slot_empty[warp][slot.at == 0 ? kSlots<kHeads> - 1 : slot.at - 1].arrive();
         slot.next();
     }
 
@@ -126,33 +122,30 @@ struct Converter {
             advance(k_major(shared.q[query_at.at]), 2 * (kSpans * group + s) * kQueryPanel);
         const typename Read::Factors factors[2] = {Read::factors(span.codes[0]),
                                                    Read::factors(span.codes[1])};
-        FragmentA a[2][4];  // of two panels of the query: one is read while the other is made
+        FragmentA a[2][2];  // of two units: one is read while the other is made
 #pragma unroll
-        for (int panel = 0; panel < 2; ++panel) {
+        for (int u = 0; u < 4; ++u) {
             // Values are made after the wait (Reader::values has a fence for the compiler): the
-            // products of two panels ago read the registers that they go to.
+            // products of two units ago read the registers that they go to.
             cute::warpgroup_wait<1>();
+            const int chunk = 4 * s + u;
+            const uint4 x = Read::values(span.codes[0], factors[0], u);
+            const uint4 y = Read::values(span.codes[1], factors[1], u);
+            const uint32_t words[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
 #pragma unroll
-            for (int v = 0; v < 2; ++v) {
-                const int u = 2 * panel + v, chunk = 4 * s + u;
-                const uint4 x = Read::values(span.codes[0], factors[0], u);
-                const uint4 y = Read::values(span.codes[1], factors[1], u);
-                const uint32_t words[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
+            for (int h = 0; h < 2; ++h) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) a[panel][2 * v + h][i] = words[h][i];
-                    cute::SM90_U32x4_STSM_N::copy(
-                        words[h][0], words[h][1], words[h][2], words[h][3],
-                        *reinterpret_cast<cute::uint128_t*>(to + 2 * h * kPanelBytes +
-                                                            ((chunk ^ lane % 8) << 4)));
-                }
+                for (int i = 0; i < 4; ++i) a[u % 2][h][i] = words[h][i];
+                cute::SM90_U32x4_STSM_N::copy(
+                    words[h][0], words[h][1], words[h][2], words[h][3],
+                    *reinterpret_cast<cute::uint128_t*>(to + 2 * h * kPanelBytes +
+                                                        ((chunk ^ lane % 8) << 4)));
             }
             cute::warpgroup_arrive();
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                multiply_logits<kHeads>(a[panel][i], advance(q, panel * kQueryPanel + 32 * i),
-                                        logits);
+            for (int h = 0; h < 2; ++h)
+                multiply_logits<kHeads>(
+                    a[u % 2][h], advance(q, u / 2 * kQueryPanel + 64 * (u % 2) + 32 * h), logits);
             cute::warpgroup_commit_batch();
         }
     }
@@ -165,8 +158,7 @@ struct Converter {
         for (int i = 0; i < kFrag / 4; ++i)
             shared.logits[group][i][32 * warp + lane] =
                 make_float4(logits[4 * i], logits[4 * i + 1], logits[4 * i + 2], logits[4 * i + 3]);
-        __syncwarp();
-        if (lane == 0) shared.tile_full[tile.at].arrive();
+        shared.tile_full[tile.at].arrive();
         tile.next();
     }
 };

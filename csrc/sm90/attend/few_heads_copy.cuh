@@ -1,9 +1,8 @@
 // Part of few_heads.cu: the warps that find and copy records, and bring the queries.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "sm90/attend/few_heads.cuh"
+#include "sm90/common/cp_async.cuh"
 
 namespace flash_csa::sm90::few_heads {
 
@@ -58,22 +57,31 @@ struct Copier {
     Run run, next;
     QueryPart<kHeads> query;
 
-    // The slot of the lane's record of a tile.
-    __device__ __forceinline__ int32_t list_slot(const Run& of, int32_t tile) const {
+    // Slots of two tiles: lane 16 h + r has that of record r of the warp's of tile `tile` + h.
+    __device__ __forceinline__ int32_t find(const Run& of, int32_t tile) const {
+        tile += lane / kWarpRecords;
         const int at = kWarpRecords * warp + lane % kWarpRecords;
         return tile < of.end ? of.tiles.slot(tile, at, plan.main.page) : -1;
     }
 
+    __device__ __forceinline__ uint32_t distance(int32_t tile, int32_t slot) const {
+        return run.tiles.is_window(tile + lane / kWarpRecords) ? plan.window.distance(slot)
+                                                               : plan.main.distance(slot);
+    }
+
     __device__ __forceinline__ void work() {
-        if (warp == 0) prefetch_lists(p, static_cast<int32_t>(blockIdx.x) / plan.splits, lane);
         run.start(p, plan, blockIdx.x);
-        int32_t ahead = list_slot(run, run.begin);
+        int32_t ahead = find(run, run.begin);
         for (int32_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
             query.load(p, item / plan.splits, 0, warp, lane);
             const int32_t later = item + static_cast<int32_t>(gridDim.x);
-            if (warp == 0 && later < plan.items) prefetch_lists(p, later / plan.splits, lane);
+            if (later < plan.items) {
+                if (warp == 0) prefetch_lists(p, later / plan.splits, lane);
+                if (warp == 1) prefetch_query(p, later / plan.splits, lane);
+            }
             bool put = false;
-            int used = 0;  // slots of this run
+            int used = 0;         // slots of this run
+            uint32_t places = 0;  // of the records of two tiles
             for (int32_t tile = run.begin;; ++tile) {
                 const bool window = run.tiles.is_window(tile);
                 used += window ? Reader<RecordId::WindowFp8>::kSlots
@@ -85,15 +93,18 @@ struct Copier {
                     put = true;
                 }
                 if (tile == run.end) break;
-                const int32_t mine = ahead;
-                ahead = list_slot(run, tile + 1);
+                const int second = (tile - run.begin) % 2;
+                if (second == 0) {
+                    places = distance(tile, ahead);
+                    ahead = find(run, tile + 2);
+                }
                 if (window)
-                    copy_tile<RecordId::WindowFp8>(plan.window, mine);
+                    copy_tile<RecordId::WindowFp8>(plan.window.data, places, second);
                 else
-                    copy_tile<RecordId::MainFp4>(plan.main, mine);
+                    copy_tile<RecordId::MainFp4>(plan.main.data, places, second);
             }
             run = next;
-            ahead = list_slot(run, run.begin);
+            ahead = find(run, run.begin);
         }
     }
 
@@ -114,81 +125,65 @@ struct Copier {
         }
         cutlass::arch::fence_view_async_shared();
         __syncwarp();
-        if (lane == 0) shared.row_full[at].arrive();
+        shared.row_full[at].arrive();
         query_at.next();
         const int32_t later = item + static_cast<int32_t>(gridDim.x);
         if (later < plan.items) next.start(p, plan, later);
     }
 
+    // Starts the copies of the warp's records of a tile, of which lane 16 * second + r has the
+    // place of record r. Absent ones are zeros: codes and scales of zero, which add nothing.
     template <RecordId kId>
-    __device__ __forceinline__ void copy_tile(const Places& places, int32_t list_slot) {
+    __device__ __forceinline__ void copy_tile(const uint8_t* data, uint32_t places, int second) {
         using Read = Reader<kId>;
-        const bool there = places.holds(list_slot);
-        const uint8_t* from = there ? places.row(list_slot) : places.data;
-        const uint32_t present = __ballot_sync(kAllLanes, there);
+        const int first = kWarpRecords * second;
+        const uint32_t there = __ballot_sync(kAllLanes, places != Places::kAbsent);
 #pragma unroll
         for (int pass = 0; pass < Read::kSlots; ++pass) {
             shared.slot_empty[warp][slot.at].wait(slot.parity ^ 1);
+            uint8_t* to = shared.slots[warp][slot.at];
+            Barrier& full = shared.slot_full[warp][slot.at];
             if (pass == 0) {
-                if (lane == 0) shared.present[present_set][warp] = present;
+                if (lane == 0) shared.present[present_set][warp] = there >> first & kAllRecords;
                 present_set = (present_set + 1) % kPresentSets;
             }
-            copy_slot<Read>(from, present >> (pass * Read::kEach), pass * Read::kEach);
+            copy_slot(Read{}, data, places, first + pass * Read::kEach, to);
+            cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+            full.arrive();
             slot.next();
         }
     }
 
-    // Starts the copies of records first .. of the warp.
-    template <class Read>
-    __device__ __forceinline__ void copy_slot(const uint8_t* from, uint32_t present, int first) {
-        constexpr uint32_t kAll = (1u << Read::kEach) - 1;
-        constexpr int kBytes = Read::kRecord.bytes();
-        const uint32_t mine = present & kAll;
-        uint8_t* to = shared.slots[warp][slot.at];
-        CopyBarrier& full = shared.slot_full[warp][slot.at];
-        if (mine != kAll) clear_absent<Read>(mine, to);
-        if (lane == 0) full.arrive_and_expect_tx(__popc(mine) * kBytes);
-        __syncwarp();
-        if (mine == kAll)
-            copy_records<Read, true>(from, mine, first, to, full);
-        else
-            copy_records<Read, false>(from, mine, first, to, full);
+    // 16 bytes of the record whose place lane `from` has. All lanes call.
+    __device__ __forceinline__ void copy_chunk(uint8_t* to, const uint8_t* data, uint32_t places,
+                                               int from, bool wanted = true) const {
+        const uint32_t at = __shfl_sync(kAllLanes, places, from);
+        const bool there = at != Places::kAbsent;
+        if (wanted) copy_16_async(to, data + uint64_t{Places::kUnit} * (there ? at : 0), there);
     }
 
-    template <class Read, bool kAll>
-    __device__ __forceinline__ void copy_records(const uint8_t* from, uint32_t mine, int first,
-                                                 uint8_t* to, CopyBarrier& full) {
-        constexpr int kStep = 8;  // addresses that are there at a time
+    // A half of the warp brings a record's codes; pairs of lanes the scales.
+    __device__ __forceinline__ void copy_slot(Reader<RecordId::MainFp4> read, const uint8_t* data,
+                                              uint32_t places, int first, uint8_t* to) const {
+        const int half = lane / 16, chunk = lane % 16 * 16;
 #pragma unroll
-        for (int k = 0; k < Read::kEach; k += kStep) {
-            const uint8_t* records[kStep];
-#pragma unroll
-            for (int i = 0; i < kStep; ++i)
-                records[i] = reinterpret_cast<const uint8_t*>(
-                    __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(from), first + k + i));
-            if (cute::elect_one_sync()) {
-#pragma unroll
-                for (int i = 0; i < kStep; ++i) {
-                    if (kAll || (mine >> (k + i) & 1) != 0)
-                        cute::SM90_BULK_COPY_G2S::copy(
-                            records[i], reinterpret_cast<uint64_t*>(&full), to + Read::place(k + i),
-                            Read::kRecord.bytes());
-                }
-            }
-            __syncwarp();
-        }
+        for (int i = 0; i < read.kEach; i += 2)
+            copy_chunk(to + read.place(half) + read.place(i) + chunk, data + chunk, places,
+                       first + i + half);
+        const int rest = read.kRecord.data_bytes + lane % 2 * 16;
+        copy_chunk(to + read.place(lane / 2) + rest, data + rest, places, first + lane / 2);
     }
 
-    // Zero codes under zero scales: what is not there takes part in the second product.
-    template <class Read>
-    __device__ __forceinline__ void clear_absent(uint32_t mine, uint8_t* to) const {
-        for (int i = 0; i < Read::kEach; ++i) {
-            if ((mine >> i & 1) != 0) continue;
-            for (int at = lane; at < Read::kRecord.bytes() / 16; at += 32)
-                reinterpret_cast<uint4*>(to + Read::place(i))[at] = make_uint4(0, 0, 0, 0);
-        }
-        cutlass::arch::fence_view_async_shared();  // before a later copy to the same place
-        __syncwarp();
+    // The warp brings a record's codes; a lane the scales.
+    __device__ __forceinline__ void copy_slot(Reader<RecordId::WindowFp8> read, const uint8_t* data,
+                                              uint32_t places, int first, uint8_t* to) const {
+#pragma unroll
+        for (int i = 0; i < read.kEach; ++i)
+            copy_chunk(to + read.place(i) + lane * 16, data + lane * 16, places, first + i);
+        constexpr int kCodes = read.kRecord.data_bytes;
+        const int last = lane % read.kEach;
+        copy_chunk(to + read.place(last) + kCodes, data + kCodes, places, first + last,
+                   lane < read.kEach);
     }
 };
 

@@ -8,6 +8,7 @@
 #include "sm90/attend/few_heads.cuh"
 #include "sm90/attend/output.cuh"
 #include "sm90/common/exp2.cuh"
+#include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90::few_heads {
 
@@ -50,8 +51,7 @@ __device__ __forceinline__ int32_t next_run(Shared<kHeads>& shared, Turn<kQuerie
                                             int lane) {
     shared.row_full[at.at].wait(at.parity);
     const int32_t tiles = shared.tiles[at.at];
-    __syncwarp();
-    if (lane == 0) shared.row_empty[at.at].arrive();
+    shared.row_empty[at.at].arrive();
     at.next();
     return tiles;
 }
@@ -91,8 +91,7 @@ struct Weigher {
                 float logits[kFrag];
                 read_logits(logits);
                 weigh(logits);
-                __syncwarp();
-                if (lane == 0) shared.weights_full[tile.at].arrive();
+                shared.weights_full[tile.at].arrive();
                 tile.next();
             }
             put_totals();
@@ -112,9 +111,8 @@ struct Weigher {
         }
         const uint32_t there = shared.present[present_set][warp];
         present_set = (present_set + 1) % kPresentSets;
-        __syncwarp();
-        if (lane == 0) shared.logits_empty.arrive();
-        if (there == kAllLanes) return;
+        shared.logits_empty.arrive();
+        if (there == kAllRecords) return;
 #pragma unroll
         for (int i = 0; i < kFrag; ++i)
             if ((there >> (g + i / 2 % 2 * 8) & 1) == 0) logits[i] = -INFINITY;
@@ -225,8 +223,7 @@ struct Weigher {
             for (int w = 0; w < kWarps; ++w) total += shared.reduce[w][lane];
             shared.sum[lane] = total;
         }
-        __syncwarp();
-        if (lane == 0) shared.totals_full.arrive();
+        shared.totals_full.arrive();
     }
 };
 
@@ -241,9 +238,6 @@ struct Adder {
     const Plan& plan;
     Shared& shared;
     const int warp, lane;
-    const int thread = 32 * warp + lane;
-    const int g = lane / 4, t = lane % 4;
-    const float sink = p.sink != nullptr && thread < p.heads ? p.sink[thread] : -INFINITY;
     Turn<kTiles> tile;
     Turn<kQueries<kHeads>> query_at;
     uint32_t totals_parity = 0;
@@ -252,9 +246,16 @@ struct Adder {
     __device__ __forceinline__ void sync() const {
         cutlass::arch::NamedBarrier::sync(kGroupThreads, 1);
     }
-    __device__ __forceinline__ int head_of(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
+    // Computed where they are used: there are few registers beside the output.
+    __device__ __forceinline__ int thread() const { return 32 * warp + fresh(lane); }
+    __device__ __forceinline__ int head_of(int c) const {
+        return c / 2 * 8 + 2 * (fresh(lane) % 4) + c % 2;
+    }
 
     __device__ __forceinline__ void work() {
+        const int head = thread();
+        if (head < kHeads)
+            shared.sink[head] = p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
         for (int32_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
             const int32_t tiles = next_run(shared, query_at, lane);
             clear();
@@ -262,15 +263,13 @@ struct Adder {
                 shared.weights_full[tile.at].wait(tile.parity);
                 if (shared.over[tile.at] != 0) rescale();
                 add_tile();
-                __syncwarp();
-                if (lane == 0) shared.tile_empty[tile.at].arrive();
+                shared.tile_empty[tile.at].arrive();
                 tile.next();
             }
             shared.totals_full.wait(totals_parity);
             totals_parity ^= 1;
             end_run(item);
-            __syncwarp();
-            if (lane == 0) shared.totals_empty.arrive();
+            shared.totals_empty.arrive();
         }
     }
 
@@ -334,11 +333,11 @@ struct Adder {
         const float* values = out[0];
 #pragma unroll
         for (int i = 0; i < kPanels * kFrag / 4; ++i)
-            to.out[i][thread] =
+            to.out[i][thread()] =
                 make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
-        if (thread >= kHeads) return;
-        to.max[thread] = shared.max[thread];
-        to.sum[thread] = shared.sum[thread];
+        if (thread() >= kHeads) return;
+        to.max[thread()] = shared.max[thread()];
+        to.sum[thread()] = shared.sum[thread()];
     }
 
     // True in the CTA that comes last of a row's; it then has the row's totals.
@@ -349,23 +348,23 @@ struct Adder {
         store_partial(partials[piece]);
         __threadfence();
         sync();
-        if (thread == 0) {
+        if (thread() == 0) {
             shared.last = atomicAdd(&counters[row], 1u) == static_cast<unsigned>(plan.splits) - 1;
             if (shared.last) counters[row] = 0;
         }
         sync();
         if (!shared.last) return false;
         __threadfence();
-        if (thread < kHeads) {
+        if (thread() < kHeads) {
             float top = -INFINITY, total = 0.f;
             for (int i = 0; i < plan.splits; ++i)
-                top = fmaxf(top, __ldcg(&partials[i].max[thread]));
+                top = fmaxf(top, __ldcg(&partials[i].max[thread()]));
             const float origin = top == -INFINITY ? 0.f : top;
             for (int i = 0; i < plan.splits; ++i)
-                total += exp2_approx(__ldcg(&partials[i].max[thread]) - origin) *
-                         __ldcg(&partials[i].sum[thread]);
-            shared.max[thread] = top;
-            shared.sum[thread] = total;
+                total += exp2_approx(__ldcg(&partials[i].max[thread()]) - origin) *
+                         __ldcg(&partials[i].sum[thread()]);
+            shared.max[thread()] = top;
+            shared.sum[thread()] = total;
         }
         sync();
         clear();
@@ -383,7 +382,7 @@ struct Adder {
         float* values = out[0];
 #pragma unroll
         for (int k = 0; k < kPanels * kFrag / 4; ++k) {
-            const float4 x = __ldcg(&part.out[k][thread]);
+            const float4 x = __ldcg(&part.out[k][thread()]);
             const int c = 4 * k % kFrag / 4 * 2;
             values[4 * k] = fmaf(weight[c], x.x, values[4 * k]);
             values[4 * k + 1] = fmaf(weight[c + 1], x.y, values[4 * k + 1]);
@@ -396,9 +395,10 @@ struct Adder {
     // each half of the dims; the lane of the other parity of g has the rest, and each takes one
     // unit.
     __device__ __forceinline__ void finish(int64_t row) {
-        if (thread < kHeads) finish_head(row, thread);
+        if (thread() < kHeads) finish_head(row, thread());
         sync();
         const float* cos_sin = derotation(p, row);
+        const int g = fresh(lane) / 4;
         const bool odd = g % 2 != 0;
         const int unit = 16 * (warp / 2) + 4 * (g / 2) + 2 * (warp % 2) + g % 2;
 #pragma unroll
@@ -435,7 +435,7 @@ struct Adder {
     __device__ __forceinline__ void finish_head(int64_t row, int head) {
         const float top = shared.max[head], total = shared.sum[head];
         const bool empty = top == -INFINITY && total == 0.f;
-        const float with_sink = total + exp2f(sink * kLog2e - top);
+        const float with_sink = total + exp2f(shared.sink[head] * kLog2e - top);
         shared.factor[head] = empty ? 0.f : kTileFactor / with_sink;
         if (p.lse && head < p.heads)
             p.lse.row(row)[head] = empty ? INFINITY : (top + log2f(total)) * kLn2;
