@@ -22,10 +22,9 @@ FOUND = 97  # exit code of a tool that found an error
 TIMEOUT = 110  # seconds of a process: most take 30
 # Warps of many_heads_kernel meet at named barriers from different places in the code, some of them
 # arriving without waiting (bar.arrive): racecheck and synccheck do not follow that; repeated runs
-# compare bits instead (tests/test_attend_repeats.py). In few_heads_kernel one lane arrives for its
-# warp, which racecheck does not follow either.
+# compare bits instead (tests/test_attend_repeats.py).
 UNFOLLOWED = {
-    "racecheck": ("many_heads_kernel", "few_heads_kernel"),
+    "racecheck": ("many_heads_kernel",),
     "synccheck": ("many_heads_kernel",),
 }
 REFUSALS = ("Device not supported", "not supported on", "Unable to find", "LibraryNotLoaded")

@@ -33,4 +33,22 @@ MUTANTS = (
         "the group that adds values is not told of a higher base",
         test="tests/test_attend_maxima.py",
     ),
+    Mutant(
+        1654,
+        "attend",
+        "the second half of the dims meets the query of the first",
+        "sm90/attend/few_heads_convert.cuh",
+        "2 * (kSpans * group + s) * kQueryPanel",
+        "2 * s * kQueryPanel",
+        "spans are counted within a warpgroup",
+    ),
+    Mutant(
+        1655,
+        "attend",
+        "signs of window codes are their neighbours'",
+        "sm90/attend/dequant.cuh",
+        "permute(low, high, selector)",
+        "__byte_perm(low, high, selector)",
+        "the intrinsic clears the bits of a selector that ask for a sign",
+    ),
 )
