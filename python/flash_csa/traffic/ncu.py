@@ -8,6 +8,7 @@ group are those that the counters take in one pass. The program runs once for ea
 
 import contextlib
 import csv
+import functools
 import os
 import shutil
 import subprocess
@@ -15,6 +16,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 DRAM = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
 L2 = {
@@ -132,18 +137,26 @@ def _counted(rows: list[dict[str, str]]) -> Counted:
     )
 
 
-def flush() -> None:
-    """In the measured program: reads more than the L2 holds. It is reads that fill it, since lines
-    that were written would be counted when measured kernels evict them."""
+@functools.cache
+def _cold_lines() -> "torch.Tensor":
+    """More than the L2 holds. Written once: lines that a flush wrote would stay in part, and be
+    counted when measured kernels evict them."""
     import torch
 
-    torch.zeros(FLUSH_NBYTES, dtype=torch.uint8, device="cuda").view(torch.int64).sum()
+    return torch.zeros(FLUSH_NBYTES // 8, dtype=torch.int64, device="cuda")
+
+
+def flush() -> None:
+    """In the measured program: fills the L2 with what nobody needs, by reading it."""
+    import torch
+
+    _cold_lines().sum()
     torch.cuda.synchronize()
 
 
 def warm(call: Callable[[], object]) -> None:
-    """In the measured program: runs what will be measured, twice and with a cold L2, so that
-    nothing of what its inputs were made by is left there: some written lines survive a flush."""
+    """In the measured program: runs what will be measured, twice and with a cold L2, so that no
+    line is left there that its inputs were written with: some survive a flush."""
     for _ in range(2):
         flush()
         call()
