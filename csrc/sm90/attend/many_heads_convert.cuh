@@ -2,7 +2,8 @@
 // order (dequant.cuh).
 //
 // A warp has 16 rows of every tile. It waits for barriers only, and looks nothing up: what a slot
-// holds is said beside it. A slot is given back as soon as it is in registers.
+// holds is said beside it. A slot is given back as soon as it is in registers: behind a fence, as a
+// copy into it does not wait for reads that are under way.
 #pragma once
 
 #include "sm90/attend/many_heads.cuh"
@@ -43,6 +44,7 @@ struct Converter {
             LaneCodes codes;
             Passes::read(shared.slots[slot.at], lane, codes);
             if (mine != kAll && (mine >> Passes::record_of(lane) & 1) == 0) clear(codes);
+            cutlass::arch::fence_view_async_shared();
             shared.slot_empty[slot.at].arrive();
             slot.next();
             if (first == 0) shared.tile_empty[ring.stage].wait(ring.parity ^ 1);
