@@ -2,9 +2,13 @@
 // the bits of core/scoring.h.
 //
 // A unit is 16 blocks of the pool, 128 keys of a warpgroup: 4 blocks, 32 keys, a warp. A warp
-// fetches its keys itself, kStages units ahead, by asynchronous copies of 16 bytes, and scales by
-// plain loads. Codes become the A of two MMA tiles in registers; queries are B in shared memory.
-// The sums, and which path a unit takes, are those of score_folded.cuh and score_groups.cuh.
+// fetches the codes of its keys itself, kPoolStages units ahead, by asynchronous copies of 16
+// bytes. Scales come to where the scores will be, a round of units ahead, and are prepared there.
+// Codes become the A of two MMA tiles in registers; queries are B in shared memory. The sums, and
+// which path a unit takes, are those of score_folded.cuh and score_groups.cuh.
+//
+//   warp      scales 0 | codes 0, scales 1 | codes 1 | fold 0 | score 0 | score 1 | .. fold 1 | ..
+//   barriers                                                 |                             |
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -15,77 +19,109 @@
 #include "core/scoring.h"
 #include "sm90/common/cp_async.cuh"
 #include "sm90/common/fresh.cuh"
-#include "sm90/common/vote_barrier.cuh"
 #include "sm90/index/score_folded.cuh"
 #include "sm90/index/score_groups.cuh"
 #include "sm90/select/candidates.cuh"
 
 namespace flash_csa::sm90 {
 
-inline constexpr int kPoolThreads = 640;  // that score
+inline constexpr int kPoolThreads = 512;  // that score
 inline constexpr int kPoolWarps = kPoolThreads / 32;
 inline constexpr int kPoolGroups = kPoolThreads / 128;  // of warps
 inline constexpr int kPoolWarpBlocks = 4;               // of a unit
 inline constexpr int kPoolWarpKeys = kPoolWarpBlocks * kPoolBlock;
 inline constexpr int kPoolUnitBlocks = 4 * kPoolWarpBlocks;
-inline constexpr int kPoolStages = 2;  // units in flight: 96 KiB a block of threads
+inline constexpr int kPoolStages = 2;  // units in flight: 64 KiB a block of threads
 inline constexpr int kPoolHeads = 64;  // most
 inline constexpr int kMaxPoolBlocks = 2048;
 inline constexpr int kPoolBlockBytes = kPoolBlock * kKeyBytes;
 static_assert(kPoolBlockBytes == 32 * 16, "16 bytes a lane");
 static_assert(kPoolUnitBlocks * kPoolBlock == kPassKeys);
 
-// Where a block of the pool lies.
-struct alignas(8) PoolPlace {
-    static constexpr uint32_t kAbsent = ~0u;  // nothing of it is visible, or it is on no page
-    static constexpr int kUnit = 16;          // bytes
+// Where the blocks of a pool lie.
+struct PoolPlaces {
+    static constexpr int kUnit = 16;                            // bytes
+    static constexpr int kBytes = 2 * sizeof(uint32_t);         // of a block
+    static constexpr int32_t kAbsent = INT32_MAX / kPoolBlock;  // a block that is not visible
 
-    int32_t block;
-    uint32_t at;  // of the codes, from the first page, in units
+    uint32_t* at;  // of the codes, from the first page, in units
+    int32_t* blocks;
 
-    __device__ static PoolPlace of(const ConstPages& pages, int32_t block, int32_t page) {
-        const int64_t at = page * pages.page_stride + row_at(pages, block);
-        return {block, static_cast<uint32_t>(at / kUnit)};
+    // For `count` blocks.
+    __device__ PoolPlaces(void* bytes, int32_t count)
+        : at(static_cast<uint32_t*>(bytes)), blocks(static_cast<int32_t*>(bytes) + count) {}
+
+    __device__ void set(int32_t i, const ConstPages& pages, int32_t block, int32_t page) const {
+        at[i] = static_cast<uint32_t>((page * pages.page_stride + row_at(pages, block)) / kUnit);
+        blocks[i] = block;
     }
-    __device__ int32_t page(const ConstPages& pages) const {
+    // Nothing of it is visible, or it is on no page. Its codes may be read.
+    __device__ void set_absent(int32_t i) const {
+        at[i] = 0;
+        blocks[i] = kAbsent;
+    }
+    // Of its keys.
+    __device__ int32_t visible(int32_t i, int32_t n_vis) const {
+        return n_vis - blocks[i] * kPoolBlock;
+    }
+    __device__ int32_t page(int32_t i, const ConstPages& pages) const {
         const uint32_t stride = static_cast<uint32_t>(pages.page_stride / kUnit);
-        return static_cast<int32_t>((at - row_at(pages, block) / kUnit) / stride);
+        return static_cast<int32_t>((at[i] - row_at(pages, blocks[i]) / kUnit) / stride);
     }
-    __device__ static uint32_t offset(const ConstPages& pages, int32_t block) {
+    __device__ static int32_t offset(const ConstPages& pages, int32_t block) {
         return block * kPoolBlock & (pages.page_size - 1);
     }
 
   private:
     __device__ static uint32_t row_at(const ConstPages& pages, int32_t block) {
-        return offset(pages, block) * kKeyBytes;
+        return static_cast<uint32_t>(offset(pages, block)) * kKeyBytes;
     }
 };
 static_assert(record(RecordId::IndexFp4).order == PageOrder::PageSplit);
 
-// Scores of a block of threads are counted by the leading bits of their keys, two counts a word.
+// Scores of a block of threads are counted by the leading bits of their keys.
 inline constexpr int kPoolBinShift = 19;
 inline constexpr int kPoolBins = 1 << (32 - kPoolBinShift);
 
 using PoolShare = Share<kPassKeys>;  // lines are units
 
 // Codes of a warp's part of a unit.
-struct alignas(16) WarpKeys {
+struct alignas(16) PoolKeys {
     uint8_t codes[kPoolWarpBlocks][kPoolBlockBytes];
 };
 
 struct PoolRing {
-    WarpKeys keys[kPoolWarps][kPoolStages];
-    uint32_t bins[kPoolBins / 2];
+    PoolKeys keys[kPoolWarps][kPoolStages];
+    uint32_t bins[kPoolBins];
 };
 
-// The scales of a warp's keys, as the path that its unit takes wants them: bytes, a group's
-// exponent
-// - the lowest, or the exponents; what is left of the scales of a score, or 2^(exponent of group
-// 0). NaN where a key is absent.
-struct WarpScales {
-    uint32_t words[kPoolWarpKeys];
-    float rest[kPoolWarpKeys];
+// The scales of a key that folds, as a word: the power of two that is left for its score, in whose
+// mantissa lie the shifts of its groups. NaN where the key is absent.
+struct FoldedScales {
+    static constexpr int kShiftBits = 5;  // of a group: what a shift of a word looks at
+
+    // Whether they fold.
+    __device__ __forceinline__ static bool fold(uint32_t scales, uint32_t& word) {
+        const int32_t lowest = scale_range(scales).low;
+        const uint32_t shifts = scales - lowest * 0x01010101u;
+        static_assert(kMaxIntegerFold == 3);
+        const uint32_t pairs = (shifts | shifts >> 3) & 0x00630063u;  // bytes to kShiftBits
+        word = static_cast<uint32_t>(lowest + kFoldedScoreExponent) << 23 | (pairs & 0x63u) |
+               (pairs >> 6 & 0x18c00u);
+        return is_plain(odd_key_bits(scales)) && (shifts & 0xfcfcfcfcu) == 0;
+    }
+    // The table of a group; from: its first bit.
+    __device__ __forceinline__ static HalfUnits units(uint32_t word, int32_t from) {
+        HalfUnits units(0);
+        units.low = __funnelshift_l(0, units.low, word >> from);  // by the lower five bits
+        units.high = __funnelshift_l(0, units.high, word >> from);
+        return units;
+    }
+    __device__ __forceinline__ static float rest(uint32_t word) {
+        return bits_float(word & kNanBits);
+    }
 };
+static_assert(4 * FoldedScales::kShiftBits <= 22 && kNanBits == 0x7fc00000u);
 
 struct alignas(1024) PoolScoresShared {
     uint8_t codes[kPoolHeads * kQueryBytes];  // of queries, as QueryTile has them
@@ -93,8 +129,9 @@ struct alignas(1024) PoolScoresShared {
     uint8_t minus[kPoolHeads * kQueryBytes];
     float weights[kPoolHeads];
     float folded_weights[kPoolHeads];
-    WarpScales scales[kPoolWarps];
-    uint32_t plain, folds;  // queries
+    uint8_t unit_folds[kMaxPoolBlocks / kPoolUnitBlocks];  // keys and queries
+    uint32_t plain, folds;                                 // queries
+    int32_t row;
 };
 
 inline constexpr int kPoolHeadBlock = 32;  // heads of an MMA of folded codes
@@ -104,211 +141,305 @@ struct PoolDots {
     static constexpr int kGroupHeads = 16, kGroupSums = kGroupHeads / 2;
 };
 
-// Where a lane reads folded keys: the 16 bytes of one group of each, so that one table serves four
-// words.
-struct FoldedKeys {
-    const uint4* codes;
-    const uint8_t* shifts;
+// The codes of half of a tile's K steps, positive and negative ones apart: the latter meet negated
+// queries.
+struct SplitHalf {
+    static constexpr int kSteps = kFoldedSteps / 2;
+    uint32_t plus[kSteps][4], minus[kSteps][4];
 
-    // From the codes and the shifts of the warp's keys.
-    __device__ __forceinline__ FoldedKeys(const void* key_codes, const uint32_t* key_shifts)
-        : codes(static_cast<const uint4*>(key_codes) + threadIdx.x % 32),
-          shifts(reinterpret_cast<const uint8_t*>(key_shifts) + threadIdx.x % 32) {}
-    __device__ __forceinline__ FoldedKeys& operator+=(int32_t keys) {
-        codes += keys * kIndexGroups;
-        shifts += keys * kIndexGroups;
-        return *this;
-    }
-};
-
-// The codes of a tile, positive and negative ones apart: the latter meet negated queries.
-struct SplitFragment {
-    uint32_t plus[kFoldedSteps][4], minus[kFoldedSteps][4];
-};
-
-// 16 keys of a warp.
-__device__ __forceinline__ SplitFragment load_split(const FoldedKeys& keys) {
-    SplitFragment out;
+    // words: of a lane's two rows.
+    __device__ __forceinline__ void set(const uint2 (&words)[2], const HalfUnits (&tables)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const uint4 raw = keys.codes[32 * half];
-        const HalfUnits table(keys.shifts[32 * half]);
-        const uint32_t words[kFoldedSteps] = {raw.x, raw.y, raw.z, raw.w};
+        for (int row = 0; row < 2; ++row) {
 #pragma unroll
-        for (int step = 0; step < kFoldedSteps; ++step) {
-            const IntegerWord plus = positive_units(words[step], table);
-            const IntegerWord less = negative_units(words[step], table);
-            out.plus[step][half] = plus.low;
-            out.plus[step][2 + half] = plus.high;
-            out.minus[step][half] = less.low;
-            out.minus[step][2 + half] = less.high;
+            for (int step = 0; step < kSteps; ++step) {
+                const uint32_t word = step == 0 ? words[row].x : words[row].y;
+                const IntegerWord more = positive_units(word, tables[row]);
+                const IntegerWord less = negative_units(word, tables[row]);
+                plus[step][row] = more.low;
+                plus[step][2 + row] = more.high;
+                minus[step][row] = less.low;
+                minus[step][2 + row] = less.high;
+            }
         }
     }
-    return out;
-}
 
-// Starts the dots of a tile with kColumns query heads.
-template <int kColumns>
-__device__ __forceinline__ void start_split(const SplitFragment& keys, uint32_t units,
-                                            uint32_t minus, uint32_t (&sums)[kColumns / 2]) {
-    using Mma = IntegerMma<kColumns>;
-    constexpr std::make_index_sequence<kColumns / 2> kAll;
+    // Starts the half's dots with kColumns query heads.
+    template <int kColumns>
+    __device__ __forceinline__ void start(int half, uint32_t units_at, uint32_t minus_at,
+                                          uint32_t (&sums)[kColumns / 2]) const {
+        using Mma = IntegerMma<kColumns>;
+        constexpr std::make_index_sequence<kColumns / 2> kAll;
+        cute::warpgroup_arrive();
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
-    cute::warpgroup_arrive();
-#pragma unroll
-    for (int step = 0; step < kFoldedSteps; ++step) {
-        const uint32_t at = 32 * step >> 4;
-        mma_step<Mma>(keys.plus[step], whole_descriptor(units + at), sums, step > 0, kAll);
-        mma_step<Mma>(keys.minus[step], whole_descriptor(minus + at), sums, true, kAll);
+        for (int i = 0; i < kSteps; ++i) {
+            const int step = half * kSteps + i;
+            const uint32_t at = 32 * step >> 4;
+            mma_step<Mma>(plus[i], whole_descriptor(units_at + at), sums, step > 0, kAll);
+            mma_step<Mma>(minus[i], whole_descriptor(minus_at + at), sums, true, kAll);
+        }
+        cute::warpgroup_commit_batch();
     }
-    cute::warpgroup_commit_batch();
-}
+};
 
 class PoolScorer {
   public:
-    // places: those of the units' blocks, in shared memory.
-    __device__ PoolScorer(const IndexScoresParams& p, int32_t n_vis, const PoolPlace* places,
-                          int32_t units, PoolRing& ring, PoolScoresShared& shared)
+    // n_vis, places: those of the units' blocks, scores: f32 [units, 128]; all in shared memory.
+    __device__ PoolScorer(const IndexScoresParams& p, const int32_t& n_vis,
+                          const PoolPlaces& places, int32_t units, float* scores, PoolRing& ring,
+                          PoolScoresShared& shared)
         : p_(p),
           n_vis_(n_vis),
-          places_(places + threadIdx.x / 32 % 4 * kPoolWarpBlocks),
+          places_(places),
           units_(units),
-          ring_(ring.keys[threadIdx.x / 32]),
+          scores_(scores),
+          ring_(ring.keys[0][0].codes[0]),
           bins_(ring.bins),
           s_(shared),
-          scales_(shared.scales[threadIdx.x / 32]),
           warp_(threadIdx.x / 32),
           lane_(threadIdx.x % 32),
           data_(p.index.data + 16 * (threadIdx.x % 32)) {}
 
-    // Queries and weights of the row. A barrier comes before, where one thread calls begin, and
-    // behind.
-    __device__ static void begin(PoolScoresShared& shared) { shared.plain = shared.folds = 1; }
-    __device__ static void load_queries(const IndexScoresParams& p, int64_t row,
-                                        PoolScoresShared& shared) {
-        const QueryTile tile = {shared.codes,          shared.units,  shared.minus, shared.weights,
-                                shared.folded_weights, &shared.plain, &shared.folds};
-        Segment segment = {};
-        segment.first_row = static_cast<int32_t>(row);
-        segment.rows = 1;
-        sm90::load_queries<kPoolThreads>(p, segment, padded_heads(p), tile, threadIdx.x);
-        cutlass::arch::fence_view_async_shared();
+    // One thread, before anything else.
+    __device__ static void begin(int64_t row, PoolScoresShared& shared) {
+        shared.plain = shared.folds = 1;
+        shared.row = static_cast<int32_t>(row);
     }
 
-    // All threads of the block call. scores: f32 [units, 128].
-    __device__ __forceinline__ void run(int64_t row, float* scores) {
-        int32_t unit = warp_ / 4;
-        for (int i = 0; i < kPoolStages; ++i) fetch(unit + i * kPoolGroups, i);
-        KeyScales scales = load_scales(unit);
-        const bool plain = s_.plain;
-        const bool folds = s_.folds;
-        for (int32_t stage = 0; unit < units_; unit += kPoolGroups) {
-            const KeyScales own_scales = scales;
-            scales = load_scales(unit + kPoolGroups);
-            wait_copies<kPoolStages - 1>();
-            float score;
-            if (folds && fold_scales(own_scales)) {
-                score = folded_score(ring_[stage]);
-            } else {
-                score = groups_score(row, ring_[stage], own_scales, plain);
+    // Queries and weights of the row: words of a thread, asked for first and put when they have
+    // come. A barrier lies between begin and put, and behind.
+    class Queries {
+      public:
+        __device__ __forceinline__ Queries(const IndexScoresParams& p, int64_t row) : p_(p) {
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) words_[i].load(p, row, head(i), group(), word());
+        }
+        __device__ __forceinline__ void put(PoolScoresShared& shared) const {
+            const QueryTile tile = {shared.codes,   shared.units,          shared.minus,
+                                    shared.weights, shared.folded_weights, &shared.plain,
+                                    &shared.folds};
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) {
+                if (head(i) >= padded_heads(p_)) break;
+                tile.put(head(i), head(i), 0, group(), word(), words_[i]);
             }
-            write_score(unit, score, scores);
+            cutlass::arch::fence_view_async_shared();
+        }
+
+      private:
+        static constexpr int kHeadWords = kKeyBytes / 4, kHeads = kPoolThreads / kHeadWords;
+        static constexpr int kOwn = (kPoolHeads + kHeads - 1) / kHeads;
+        __device__ static int32_t head(int i) { return threadIdx.x / kHeadWords + i * kHeads; }
+        __device__ static int group() { return threadIdx.x / 4 % kIndexGroups; }
+        __device__ static int word() { return threadIdx.x % 4; }
+
+        const IndexScoresParams& p_;
+        QueryWords<1> words_[kOwn];
+    };
+
+    // All threads of the block call, queries and places are there; a barrier comes behind.
+    __device__ __forceinline__ void start() {
+        copy_scales(warp_);  // before keys, which take long to come
+        commit_copies();
+        const WarpWork work(warp_, lane_);
+        fetch(work.unit, work.codes);
+        copy_scales(warp_ + kPoolWarps);
+        commit_copies();
+        fetch(work.unit + kPoolGroups, work.codes ^ sizeof(PoolKeys));
+        commit_copies();
+        wait_copies<2>();
+        fold_scales(warp_);
+    }
+
+    // All threads of the block call. A round is a unit for each warp to prepare the scales of,
+    // while those of the round before are scored.
+    __device__ __forceinline__ void run() {
+        float2 weights[kPoolHeadBlock / 8];
+        load_weights(0, weights);
+        int32_t round_end = kPoolWarps;
+        for (WarpWork work(warp_, lane_); work.unit < units_; work.advance()) {
+            wait_copies<kPoolStages - 1>();
             __syncwarp();
-            fetch(unit + kPoolStages * kPoolGroups, stage);
-            stage = stage + 1 == kPoolStages ? 0 : stage + 1;
+            float score;
+            if (s_.unit_folds[work.unit] != 0) {
+                score = folded_score(work, weights);
+            } else {
+                score = groups_score(work);
+            }
+            __syncwarp();  // all have read keys and scales
+            write_score(score, work.own);
+            fetch(work.unit + kPoolStages * kPoolGroups, work.codes);
+            if (work.unit + kPoolGroups >= round_end && round_end < units_) {
+                fold_scales(warp_ + round_end);
+                round_end += kPoolWarps;
+                copy_scales(warp_ + round_end);
+                __syncthreads();
+            }
+            commit_copies();
         }
         wait_for_copies();
     }
 
   private:
+    static constexpr int kLaneKeys = 4;  // of a unit whose scales a warp prepares
+
+    // The key whose score a lane gets, among the warp's.
+    __device__ static int32_t own_key(int32_t lane) { return lane % 4 * kPoolBlock + lane / 4; }
+
+    // A warp's unit, and where a lane reads and writes: bytes from the first score and from the
+    // first code of the ring. Kept in registers, though it could be computed anew each time.
+    struct WarpWork {
+        int32_t unit, words, own, codes, group;
+
+        __device__ __forceinline__ WarpWork(int32_t warp, int32_t lane) {
+            unit = warp / 4;
+            const int32_t first = unit * kPassKeys + warp % 4 * kPoolWarpKeys;
+            words = fresh(4 * (first + lane / 4));
+            own = fresh(4 * (first + own_key(lane)));
+            codes = fresh(warp * kPoolStages * int32_t{sizeof(PoolKeys)} + 16 * lane);
+            group = fresh(lane % 4 * FoldedScales::kShiftBits);
+        }
+        __device__ __forceinline__ void advance() {
+            unit += kPoolGroups;
+            words += 4 * kPoolGroups * kPassKeys;
+            own += 4 * kPoolGroups * kPassKeys;
+            codes ^= sizeof(PoolKeys);
+        }
+    };
+    static_assert(kPoolStages == 2 && (sizeof(PoolKeys) & (sizeof(PoolKeys) - 1)) == 0);
+
+    // Of the scores, which are scales before.
+    template <class T>
+    __device__ __forceinline__ T& at(int32_t bytes) const {
+        return *reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(scores_) + bytes);
+    }
+
     __device__ static int32_t padded_heads(const IndexScoresParams& p) {
         return p.query.heads <= kPoolHeadBlock ? kPoolHeadBlock : kPoolHeads;
     }
 
-    // Starts the copies of the codes of a unit. What is left of former units where a block is
-    // absent makes scores that nobody reads.
-    __device__ __forceinline__ void fetch(int32_t unit, int32_t stage) {
+    // Starts the copies of the codes of a unit, if there is one.
+    __device__ __forceinline__ void fetch(int32_t unit, int32_t codes) {
         if (unit < units_) {
-            const uint4* pairs = reinterpret_cast<const uint4*>(places_ + unit * kPoolUnitBlocks);
-            const uint4 first = pairs[0], second = pairs[1];
-            const uint32_t at[kPoolWarpBlocks] = {first.y, first.w, second.y, second.w};
-            uint8_t* to = fresh(ring_[stage].codes[0] + 16 * lane_);
+            const uint4 four = *reinterpret_cast<const uint4*>(places_.at + unit * kPoolUnitBlocks +
+                                                               warp_ % 4 * kPoolWarpBlocks);
+            const uint32_t places[kPoolWarpBlocks] = {four.x, four.y, four.z, four.w};
             const uint8_t* from = fresh(data_);
 #pragma unroll
             for (int i = 0; i < kPoolWarpBlocks; ++i) {
-                if (at[i] == PoolPlace::kAbsent) continue;
-                copy_16_async(to + i * kPoolBlockBytes, from + uint64_t{at[i]} * PoolPlace::kUnit,
-                              true);
+                copy_16_async(ring_ + codes + i * kPoolBlockBytes,
+                              from + uint64_t{places[i]} * PoolPlaces::kUnit, true);
             }
         }
-        commit_copies();
     }
 
-    // The scales of key `lane` of a unit; exponents of 0 where it is absent.
-    struct KeyScales {
-        uint32_t word;
-        bool present;
-    };
-    __device__ __forceinline__ KeyScales load_scales(int32_t unit) const {
-        KeyScales scales = {kUnitScales, false};
-        if (unit >= units_) return scales;
-        const PoolPlace place = places_[unit * kPoolUnitBlocks + lane_ / kPoolBlock];
-        const int32_t key = lane_ % kPoolBlock;
-        scales.present = place.at != PoolPlace::kAbsent && place.block * kPoolBlock + key < n_vis_;
-        if (!scales.present) return scales;
+    // Starts the copies of the scales of a unit to where the scores will be.
+    __device__ __forceinline__ void copy_scales(int32_t unit) const {
+        const int32_t place = unit * kPoolUnitBlocks + lane_ / 2;
+        if (unit >= units_ || places_.visible(place, n_vis_) <= 0) return;
         constexpr Record r = record(RecordId::IndexFp4);
-        const int32_t offset = PoolPlace::offset(p_.index, place.block);
-        const int64_t skip = r.scale_at(offset + key, p_.index.page_size) - r.data_at(offset);
-        const uint8_t* codes = p_.index.data + uint64_t{place.at} * PoolPlace::kUnit;
-        scales.word = __ldg(reinterpret_cast<const uint32_t*>(codes + static_cast<int32_t>(skip)));
-        return scales;
+        const int32_t offset = PoolPlaces::offset(p_.index, places_.blocks[place]);
+        const int64_t skip = r.scale_at(offset, p_.index.page_size) - r.data_at(offset);
+        const uint8_t* codes = p_.index.data + uint64_t{places_.at[place]} * PoolPlaces::kUnit;
+        copy_16_async(scores_ + unit * kPassKeys + kLaneKeys * lane_,
+                      codes + skip + lane_ % 2 * sizeof(uint4), true);
     }
 
-    // Prepares the scales of the warp's keys for the folded path. False where some of the group's
-    // do not fold.
-    __device__ __forceinline__ bool fold_scales(const KeyScales& scales) {
-        const int32_t lowest = scale_range(scales.word).low;
-        const uint32_t shifts = scales.word - lowest * 0x01010101u;
-        static_assert(kMaxIntegerFold == 3);
-        const bool folds = is_plain(odd_key_bits(scales.word)) && (shifts & 0xfcfcfcfcu) == 0;
-        scales_.words[lane_] = shifts;
-        scales_.rest[lane_] =
-            scales.present ? power_of_two(lowest + kFoldedScoreExponent) : bits_float(kNanBits);
-        return vote_barrier(1 + warp_ / 4, 128, folds);
+    // Makes of them what the path of the unit wants: folded, where all of the unit's fold. A lane
+    // has those that it has copied.
+    __device__ __forceinline__ void fold_scales(int32_t unit) {
+        if (unit >= units_) return;
+        uint4& four = reinterpret_cast<uint4*>(scores_ + unit * kPassKeys)[lane_];
+        const int32_t keys =
+            places_.visible(unit * kPoolUnitBlocks + lane_ / 2, n_vis_) - lane_ % 2 * kLaneKeys;
+        uint32_t words[kLaneKeys] = {four.x, four.y, four.z, four.w};
+        uint32_t folded[kLaneKeys];
+        bool folds = true;
+#pragma unroll
+        for (int e = 0; e < kLaneKeys; ++e) {
+            if (e >= keys) words[e] = kUnitScales;
+            folds = FoldedScales::fold(words[e], folded[e]) && folds;
+            if (e >= keys) folded[e] = kNanBits;
+        }
+        folds = __all_sync(~0u, folds) && s_.folds != 0;
+        if (lane_ == 0) s_.unit_folds[unit] = folds;
+        four = folds ? uint4{folded[0], folded[1], folded[2], folded[3]}
+                     : uint4{words[0], words[1], words[2], words[3]};
+    }
+
+    __device__ __forceinline__ void load_weights(int32_t head,
+                                                 float2 (&weights)[kPoolHeadBlock / 8]) const {
+        const float2* source = reinterpret_cast<const float2*>(s_.folded_weights + head);
+#pragma unroll
+        for (int i = 0; i < kPoolHeadBlock / 8; ++i) weights[i] = source[4 * i + lane_ % 4];
     }
 
     // Adds up the heads of the warp's keys: row lane / 4 + 8 half of its part of tile t is key
-    // lane / 4 of block 2 t + half. Returns the score of key own().
-    __device__ __forceinline__ float folded_score(const WarpKeys& keys) const {
-        constexpr int kHeads = kPoolHeadBlock;
-        const uint32_t units = query_descriptor(s_.units), minus = query_descriptor(s_.minus);
+    // lane / 4 of block 2 t + half. Returns the score of the lane's own key. weights: of the first
+    // heads, where there are no more.
+    __device__ __forceinline__ float folded_score(const WarpWork& work,
+                                                  float2 (&weights)[kPoolHeadBlock / 8]) const {
+        const uint32_t units = query_descriptor(s_.units);
         const int32_t heads = padded_heads(p_);
-        FoldedKeys source(keys.codes, scales_.words);
         float partials[kPassTiles][2] = {};
-#pragma unroll
-        for (int tile = 0; tile < kPassTiles; ++tile) {
-            const SplitFragment fragment = load_split(source);
-            source += 16;
 #pragma unroll 1
-            for (int32_t first = 0; first < heads; first += kHeads) {
-                uint32_t sums[kHeads / 2] = {};
-                const uint32_t at = first * (kQueryBytes >> 4);
-                start_split<kHeads>(fragment, units + at, minus + at, sums);
-                float2 weights[kHeads / 8];
-                const float2* own = reinterpret_cast<const float2*>(s_.folded_weights + first);
-#pragma unroll
-                for (int i = 0; i < kHeads / 8; ++i) weights[i] = own[4 * i + lane_ % 4];
-                finish_folded<0>(sums);
-                add_folded_heads<kHeads>(sums, 0, weights, partials[tile]);
-            }
+        for (int32_t first = 0; first < heads; first += kPoolHeadBlock) {
+            if (heads > kPoolHeadBlock) load_weights(first, weights);
+            const uint32_t at = __shfl_sync(~0u, units + first * (kQueryBytes >> 4), 0);  // uniform
+            add_folded(work, at, weights, partials);
         }
-        return mul_rn(reduce_quad(partials), scales_.rest[own()]);
+        return mul_rn(reduce_quad(partials), FoldedScales::rest(at<uint32_t>(work.own)));
+    }
+
+    // What a lane reads of a tile: of two rows the 16 bytes of one group, so that one table serves
+    // four words.
+    struct TileCodes {
+        uint4 words[2];
+        HalfUnits tables[2];
+
+        __device__ __forceinline__ TileCodes(const PoolScorer& scorer, const WarpWork& work,
+                                             int tile)
+            : words{scorer.codes(work, 2 * tile), scorer.codes(work, 2 * tile + 1)},
+              tables{scorer.units(work, 2 * tile), scorer.units(work, 2 * tile + 1)} {}
+    };
+    // Of key lane / 4 of a block.
+    __device__ __forceinline__ uint4 codes(const WarpWork& work, int block) const {
+        return *reinterpret_cast<const uint4*>(ring_ + work.codes + block * kPoolBlockBytes);
+    }
+    __device__ __forceinline__ HalfUnits units(const WarpWork& work, int block) const {
+        return FoldedScales::units(at<uint32_t>(work.words + 4 * kPoolBlock * block), work.group);
+    }
+
+    // Of some heads. MMAs of one half of a tile run while the next half is converted.
+    __device__ __forceinline__ void add_folded(const WarpWork& work, uint32_t units,
+                                               const float2 (&weights)[kPoolHeadBlock / 8],
+                                               float (&partials)[kPassTiles][2]) const {
+        constexpr int kHeads = kPoolHeadBlock;
+        const uint32_t minus = units + (sizeof(s_.units) >> 4);
+        static_assert(offsetof(PoolScoresShared, minus) ==
+                      offsetof(PoolScoresShared, units) + sizeof(s_.units));
+        SplitHalf low, high;
+#pragma unroll
+        for (int t = 0; t < kPassTiles; ++t) {
+            uint32_t sums[kHeads / 2] = {};
+#pragma unroll
+            for (int i = 0; i < kHeads / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
+            const TileCodes tile(*this, work, t);
+            low.set({{tile.words[0].x, tile.words[0].y}, {tile.words[1].x, tile.words[1].y}},
+                    tile.tables);
+            low.start<kHeads>(0, units, minus, sums);
+            high.set({fresh(uint2{tile.words[0].z, tile.words[0].w}),
+                      fresh(uint2{tile.words[1].z, tile.words[1].w})},
+                     tile.tables);
+            high.start<kHeads>(1, units, minus, sums);
+            finish_folded<0>(sums);
+            add_folded_heads<kHeads>(sums, 0, weights, partials[t]);
+        }
     }
 
     // The warp's 16 keys of a tile as A of four MMA steps. Rows lie 64 bytes apart, so that four of
     // them meet in each bank.
-    __device__ __forceinline__ KeyFragment load_keys(const WarpKeys& keys, int32_t tile) const {
+    __device__ __forceinline__ KeyFragment load_keys(const PoolKeys& keys, int32_t tile) const {
         KeyFragment out;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -327,20 +458,19 @@ class PoolScorer {
     }
 
     // The same for any scales. Warps of a group may take different branches between MMAs.
-    __device__ __forceinline__ float groups_score(int64_t row, const WarpKeys& keys,
-                                                  const KeyScales& scales, bool plain) {
-        plain = __all_sync(~0u, is_plain(odd_key_bits(scales.word))) && plain;
-        scales_.words[lane_] = scales.word;
-        scales_.rest[lane_] = bits_float(scales.present ? scales.word << 23 & kInfBits : kNanBits);
-        __syncwarp();
+    __device__ __forceinline__ float groups_score(const WarpWork& work) {
+        const uint32_t word = at<uint32_t>(work.own);
+        const bool plain = __all_sync(~0u, is_plain(odd_key_bits(word))) && s_.plain != 0;
+        const PoolKeys& keys = *reinterpret_cast<const PoolKeys*>(ring_ + work.codes - 16 * lane_);
         const uint32_t queries = query_descriptor(s_.codes);
         const int32_t heads = padded_heads(p_);
         float partials[kPassTiles][2] = {};
 #pragma unroll
         for (int tile = 0; tile < kPassTiles; ++tile) {
             const KeyFragment fragment = load_keys(keys, tile);
-            const int32_t key = 16 * tile + lane_ / 4;
-            const uint32_t words[2] = {scales_.words[key], scales_.words[key + kPoolBlock]};
+            const uint32_t words[2] = {
+                at<uint32_t>(work.words + 8 * kPoolBlock * tile),
+                at<uint32_t>(work.words + 8 * kPoolBlock * tile + 4 * kPoolBlock)};
 #pragma unroll 1
             for (int32_t first = 0; first < heads; first += PoolDots::kGroupHeads) {
                 float sums[kIndexGroups][PoolDots::kGroupSums];
@@ -349,12 +479,14 @@ class PoolScorer {
                 if (plain) {
                     add_plain(sums, words, first, partials[tile]);
                 } else {
-                    add_heads<PoolDots>(p_, row, first, sums, words, partials[tile]);
+                    add_heads<PoolDots>(p_, s_.row, first, sums, words, partials[tile]);
                 }
             }
         }
-        const float score = reduce_quad(partials), exponent = scales_.rest[own()];
-        return plain || isnan(exponent) ? mul_rn(score, exponent) : score;
+        const int32_t place = work.own / 4 / kPoolBlock;
+        const float score = reduce_quad(partials);
+        if (lane_ / 4 >= places_.visible(place, n_vis_)) return bits_float(kNanBits);
+        return plain ? mul_rn(score, bits_float(word << 23 & kInfBits)) : score;
     }
 
     __device__ __forceinline__ void add_plain(
@@ -368,26 +500,22 @@ class PoolScorer {
         add_plain_heads<PoolDots>(sums, weights, factors, partials);
     }
 
-    // The key whose score a lane gets, among the warp's.
-    __device__ int32_t own() const { return lane_ % 4 * kPoolBlock + lane_ / 4; }
-
-    __device__ __forceinline__ void write_score(int32_t unit, float score, float* scores) {
-        scores[unit * kPassKeys + warp_ % 4 * kPoolWarpKeys + own()] = score;
+    __device__ __forceinline__ void write_score(float score, int32_t to) {
+        at<float>(to) = score;
         // The order key, but for zeros and NaN.
         const int32_t bits = __float_as_int(score);
-        const uint32_t bin =
-            static_cast<uint32_t>(bits ^ (bits >> 31 | INT32_MIN)) >> kPoolBinShift;
-        atomicAdd(&bins_[bin / 2], 1u << bin % 2 * 16);
+        atomicAdd(&bins_[static_cast<uint32_t>(bits ^ (bits >> 31 | INT32_MIN)) >> kPoolBinShift],
+                  1u);
     }
 
     const IndexScoresParams& p_;
-    const int32_t n_vis_;
-    const PoolPlace* places_;  // of this warp's blocks in unit 0
+    const int32_t& n_vis_;
+    const PoolPlaces places_;
     const int32_t units_;
-    WarpKeys* ring_;  // [kPoolStages]
+    float* scores_;
+    uint8_t* ring_;
     uint32_t* bins_;
     PoolScoresShared& s_;
-    WarpScales& scales_;
     const int32_t warp_, lane_;
     const uint8_t* data_;  // what this lane copies, of the first block of the first page
 };

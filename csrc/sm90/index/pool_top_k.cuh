@@ -101,7 +101,7 @@ class PoolTopK {
 
     // kClusterThreads of each block call, when the first block has begun; a barrier comes before.
     // Writes the row's Selection, or returns false in all of them.
-    __device__ bool run(const float* scores, const PoolPlace* places, const uint32_t* bins,
+    __device__ bool run(const float* scores, const PoolPlaces& places, const uint32_t* bins,
                         const SelectionOut& out, int64_t row) {
         const uint32_t base = find_base(bins);
         list(scores, base);
@@ -158,13 +158,18 @@ class PoolTopK {
         return total;
     }
 
-    // The sum over the lanes up to this one; the last lane leaves it for the other warps.
-    __device__ __forceinline__ int32_t scan(int32_t value) {
+    // The sum over the lanes up to this one.
+    __device__ __forceinline__ int32_t sum_of_lanes(int32_t value) const {
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int32_t other = __shfl_up_sync(~0u, value, step);
             if (lane_ >= step) value += other;
         }
+        return value;
+    }
+    // The same; the last lane leaves it for the other warps.
+    __device__ __forceinline__ int32_t scan(int32_t value) {
+        value = sum_of_lanes(value);
         if (lane_ == 31) s_.sums[warp_] = value;
         return value;
     }
@@ -176,29 +181,54 @@ class PoolTopK {
         return __reduce_add_sync(~0u, lane_ < warp_ ? sum : 0);
     }
 
-    // The key from which this block's scores are sent; 0: all.
+    // The key from which this block's scores are sent; 0: all. A warp looks at neighbouring bins, a
+    // lane at four of each 128: the highest first.
     __device__ __forceinline__ uint32_t find_base(const uint32_t* bins) {
-        constexpr int kOwn = kPoolBins / kClusterThreads;
-        const uint4* source =
-            reinterpret_cast<const uint4*>(bins) + (kClusterThreads - 1 - thread_) * (kOwn / 8);
-        int32_t own[kOwn];
+        constexpr int kOwn = kPoolBins / kClusterThreads / kUnit;
+        const int32_t need = s_.wanted;
+        const int32_t last = kPoolBins / kUnit - 1 - (warp_ * kOwn * 32 + lane_);
+        const uint4* source = reinterpret_cast<const uint4*>(bins) + last;
+        uint4 own[kOwn];
+        int32_t sums[kOwn], sum = 0;
 #pragma unroll
-        for (int i = 0; i < kOwn / 8; ++i) {
-            const uint4 four = source[i];
-            const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+        for (int i = 0; i < kOwn; ++i) own[i] = source[-32 * i];
+        if (thread_ < 3) own[0] = {0, 0, 0, 0};  // above infinity: NaN
+        if (thread_ == 3) own[0].y = own[0].z = own[0].w = 0;
 #pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                own[8 * i + 2 * w] = static_cast<int32_t>(words[w] & 0xffffu);
-                own[8 * i + 2 * w + 1] = static_cast<int32_t>(words[w] >> 16);
+        for (int i = 0; i < kOwn; ++i) {
+            sums[i] = static_cast<int32_t>(own[i].x + own[i].y + own[i].z + own[i].w);
+            sum += sums[i];
+        }
+        sum = __reduce_add_sync(~0u, sum);
+        if (lane_ == 0) s_.sums[warp_] = sum;
+        int32_t total, before = before_warp(total);
+        if (before < need && need <= before + sum) {
+#pragma unroll 1
+            for (int i = 0; i < kOwn; ++i) {
+                int32_t here = sums[0];
+                uint4 four = own[0];
+#pragma unroll
+                for (int j = 1; j < kOwn; ++j) {
+                    if (i == j) here = sums[j], four = own[j];
+                }
+                const int32_t all = __reduce_add_sync(~0u, here);
+                if (need > before + all) {
+                    before += all;
+                    continue;
+                }
+                int32_t above = before + sum_of_lanes(here) - here;
+                const uint32_t counts[kUnit] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int b = kUnit - 1; b >= 0; --b) {
+                    const int32_t upto = above + static_cast<int32_t>(counts[b]);
+                    if (above < need && need <= upto) s_.bin = kUnit * (last - 32 * i) + b;
+                    above = upto;
+                }
+                break;
             }
         }
-        if (thread_ == 0) {
-#pragma unroll
-            for (int b = 1; b < kOwn; ++b) own[b] = 0;  // above infinity: NaN
-        }
-        const int32_t wanted = s_.wanted;
-        if (find_bin(own, wanted) < wanted) return 0;
-        return static_cast<uint32_t>(s_.bin) << kPoolBinShift;
+        __syncthreads();
+        return total < need ? 0 : static_cast<uint32_t>(s_.bin) << kPoolBinShift;
     }
 
     __device__ int32_t room() const { return kSent >> share_.size_log; }
@@ -213,36 +243,45 @@ class PoolTopK {
 
     // Collects the places of scores that reach the bound.
     __device__ __forceinline__ void list(const float* scores, uint32_t base) {
+        constexpr int kLook = 4;  // units of a thread, for one addition to their number
         const float bound = score_from(base);
         const int32_t length = share_.length();
-#pragma unroll 2
-        for (int32_t at = kUnit * thread_; at < length; at += kStripe) {
-            const float4 four = *reinterpret_cast<const float4*>(scores + at);
-            const float values[kUnit] = {four.x, four.y, four.z, four.w};
-            int32_t passed = 0;
+#pragma unroll 1
+        for (int32_t first = kUnit * thread_; first < length; first += kLook * kStripe) {
+            uint32_t pass = 0;
 #pragma unroll
-            for (int e = 0; e < kUnit; ++e) passed += values[e] >= bound ? 1 : 0;
-            if (passed == 0) continue;
-            int32_t to = atomicAdd(&s_.kept, passed);
+            for (int u = 0; u < kLook; ++u) {
+                const int32_t at = first + u * kStripe;
+                if (at >= length) break;
+                const float4 four = *reinterpret_cast<const float4*>(scores + at);
+                const float values[kUnit] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int e = 0; e < kUnit; ++e) {
-                if (values[e] >= bound && to < room()) f_.listed[to] = at + e;
-                to += values[e] >= bound ? 1 : 0;
+                for (int e = 0; e < kUnit; ++e) {
+                    if (values[e] >= bound) pass |= 1u << (kUnit * u + e);
+                }
             }
+            if (pass == 0) continue;
+            int32_t to = atomicAdd(&s_.kept, __popc(pass));
+            do {
+                const int32_t e = __ffs(static_cast<int>(pass)) - 1;
+                if (to < room()) f_.listed[to] = first + e / kUnit * kStripe + e % kUnit;
+                ++to;
+                pass &= pass - 1;
+            } while (pass != 0);
         }
     }
 
     // Sends them to the first block, and how many there are.
-    __device__ __forceinline__ void send(const float* scores, const PoolPlace* places,
+    __device__ __forceinline__ void send(const float* scores, const PoolPlaces& places,
                                          uint32_t base) {
         uint4* own = sent_.candidates + rank_ * room();
         const int32_t count = min(s_.kept, room());
         for (int32_t i = thread_; i < count; i += kClusterThreads) {
             const int32_t at = f_.listed[i];
-            const PoolPlace place = places[at / kPoolBlock];
-            const int32_t position = place.block * kPoolBlock + at % kPoolBlock;
-            const int32_t slot =
-                slot_of(place.page(pages_), pages_.page_size, position & (pages_.page_size - 1));
+            const int32_t place = at / kPoolBlock;
+            const int32_t position = places.blocks[place] * kPoolBlock + at % kPoolBlock;
+            const int32_t slot = slot_of(places.page(place, pages_), pages_.page_size,
+                                         position & (pages_.page_size - 1));
             put(own + i, {order_key(scores[at]), static_cast<uint32_t>(share_.id(at, rank_)),
                           static_cast<uint32_t>(position), static_cast<uint32_t>(slot)});
         }

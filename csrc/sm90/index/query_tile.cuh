@@ -32,6 +32,28 @@ struct UnitColumns {
     }
 };
 
+// What a thread reads of a group of a head: all four words, or one, and scales and weight of the
+// head. Zeros where there is no such head.
+template <int kWords>
+struct QueryWords {
+    uint32_t raw[kWords] = {}, scales = kUnitScales;
+    float weight = 0.0f;
+
+    __device__ __forceinline__ void load(const IndexScoresParams& p, int64_t row, int32_t head,
+                                         int group, int first) {
+        if (head >= p.query.heads) return;
+        const uint8_t* codes = p.query.codes.row(row) + head * kKeyBytes;
+        if constexpr (kWords == 1) {
+            raw[0] = reinterpret_cast<const uint32_t*>(codes)[4 * group + first];
+        } else {
+            const uint4 words = reinterpret_cast<const uint4*>(codes)[group];
+            raw[0] = words.x, raw[1] = words.y, raw[2] = words.z, raw[3] = words.w;
+        }
+        scales = static_cast<uint32_t>(p.query.scales_ue8m0.row(row)[head]);
+        weight = head_weight(p.weights, row, head);
+    }
+};
+
 // [rows, heads] of 128 bytes each, 128-byte swizzle, K contiguous.
 struct QueryTile {
     uint8_t* codes;         // E4M3, exponents of a head's groups folded
@@ -46,13 +68,21 @@ struct QueryTile {
                                                const uint4& value) {
         reinterpret_cast<uint4*>(tile + head * kQueryBytes)[chunk ^ (head % 8)] = value;
     }
-    __device__ __forceinline__ void put_codes(int32_t head, int group, const uint32_t (&raw)[4],
-                                              int32_t fold) const {
+    // Words of a group: all four, or one.
+    __device__ __forceinline__ void put_codes(int32_t head, int group, int,
+                                              const uint32_t (&raw)[4], int32_t fold) const {
         PlacedWord w[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) w[i] = fold_codes(raw[i], fold);
         put(codes, head, 2 * group, {w[0].even, w[1].even, w[2].even, w[3].even});
         put(codes, head, 2 * group + 1, {w[0].odd, w[1].odd, w[2].odd, w[3].odd});
+    }
+    __device__ __forceinline__ void put_codes(int32_t head, int group, int word,
+                                              const uint32_t (&raw)[1], int32_t fold) const {
+        const PlacedWord placed = fold_codes(raw[0], fold);
+        uint32_t* row = reinterpret_cast<uint32_t*>(codes + head * kQueryBytes) + word;
+        row[(2 * group ^ head % 8) * 4] = placed.even;
+        row[((2 * group + 1) ^ head % 8) * 4] = placed.odd;
     }
     // A K step of units is one word of each group, so that a lane needs a single group of a key.
     __device__ __forceinline__ static void put_units(uint8_t* tile, int32_t column, int group,
@@ -61,15 +91,36 @@ struct QueryTile {
         row[(2 * step ^ column % 8) * 4] = word.low;
         row[((2 * step + 1) ^ column % 8) * 4] = word.high;
     }
-    __device__ __forceinline__ void put_units(int32_t column, int group, const uint32_t (&raw)[4],
-                                              uint32_t shift) const {
+    template <int kWords>
+    __device__ __forceinline__ void put_units(int32_t column, int group, int first,
+                                              const uint32_t (&raw)[kWords], uint32_t shift) const {
         const HalfUnits table(shift);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kWords; ++i) {
             const IntegerWord a = positive_units(raw[i], table), b = negative_units(raw[i], table);
-            put_units(units, column, group, i, signed_units(a, b));
-            if (minus != nullptr) put_units(minus, column, group, i, signed_units(b, a));
+            put_units(units, column, group, first + i, signed_units(a, b));
+            if (minus != nullptr) put_units(minus, column, group, first + i, signed_units(b, a));
         }
+    }
+
+    // head: of all rows; row: of the tile.
+    template <int kWords>
+    __device__ __forceinline__ void put(int32_t head, int32_t column, int32_t row, int group,
+                                        int first, const QueryWords<kWords>& words) const {
+        const ByteRange range = scale_range(words.scales);
+        const int32_t spread = range.high - range.low;
+        put_codes(head, group, first, words.raw, head_fold(words.scales, range, group));
+        put_units(column, group, first, words.raw,
+                  min(scale_byte(words.scales, group) - range.low, kMaxIntegerFold));
+        if (group != 0 || first != 0) return;
+        // Halved: the epilogue adds a dot and its magnitude instead of taking a maximum.
+        weights[head] = mul_rn(words.weight, mul_rn(0.5f, power_of_two(range.high)));
+        const bool is_plain =
+            is_plain_query(range) && is_plain_weight(words.weight) && spread <= kMaxFold - kMinFold;
+        folded_weights[column] =
+            mul_rn(words.weight, power_of_two(is_plain ? range.low + kFoldedWeightExponent : 127));
+        if (!is_plain) plain[row] = 0;
+        if (!is_plain || spread > kMaxIntegerFold) *folds = 0;
     }
 };
 
@@ -78,37 +129,14 @@ struct QueryTile {
 template <int kThreads, int kQuadHeads = 16>
 __device__ void load_queries(const IndexScoresParams& p, const Segment& segment,
                              int32_t padded_heads, const QueryTile& tile, int32_t thread) {
-    const int32_t heads = p.query.heads;
     const UnitColumns columns = {padded_heads, kQuadHeads};
     const bool quads = segment.rows >= kQuadRows;
     for (int32_t i = thread; i < segment.rows * padded_heads * kIndexGroups; i += kThreads) {
         const int32_t head = i / kIndexGroups, group = i % kIndexGroups;
         const int32_t row = head / padded_heads, h = head % padded_heads;
-        const int64_t global_row = int64_t{segment.first_row} + row;
-        uint32_t raw[4] = {}, scales = kUnitScales;
-        float weight = 0.0f;
-        if (h < heads) {
-            const uint8_t* codes = p.query.codes.row(global_row) + h * kKeyBytes;
-            const uint4 words = reinterpret_cast<const uint4*>(codes)[group];
-            scales = static_cast<uint32_t>(p.query.scales_ue8m0.row(global_row)[h]);
-            weight = head_weight(p.weights, global_row, h);
-            raw[0] = words.x, raw[1] = words.y, raw[2] = words.z, raw[3] = words.w;
-        }
-        const ByteRange range = scale_range(scales);
-        const int32_t spread = range.high - range.low;
-        tile.put_codes(head, group, raw, head_fold(scales, range, group));
-        const int32_t column = columns.of(row, h, quads);
-        tile.put_units(column, group, raw,
-                       min(scale_byte(scales, group) - range.low, kMaxIntegerFold));
-        if (group != 0) continue;
-        // Halved: the epilogue adds a dot and its magnitude instead of taking a maximum.
-        tile.weights[head] = mul_rn(weight, mul_rn(0.5f, power_of_two(range.high)));
-        const bool plain =
-            is_plain_query(range) && is_plain_weight(weight) && spread <= kMaxFold - kMinFold;
-        tile.folded_weights[column] =
-            mul_rn(weight, power_of_two(plain ? range.low + kFoldedWeightExponent : 127));
-        if (!plain) tile.plain[row] = 0;
-        if (!plain || spread > kMaxIntegerFold) *tile.folds = 0;
+        QueryWords<4> words;
+        words.load(p, int64_t{segment.first_row} + row, h, group, 0);
+        tile.put(head, columns.of(row, h, quads), row, group, 0, words);
     }
 }
 

@@ -21,7 +21,7 @@
 namespace flash_csa::sm90 {
 namespace {
 
-static_assert(kPoolThreads >= kClusterThreads);
+static_assert(kPoolThreads == kClusterThreads);
 
 struct Shared {
     PoolScoresShared scoring;
@@ -97,21 +97,24 @@ __device__ __forceinline__ void write_places(const PagedRow& row, const ConstPag
                                              const PoolShare& share,
                                              const int32_t (&blocks)[kOwnBlocks],
                                              const int32_t (&pages)[kOwnBlocks],
-                                             PoolPlace* places) {
+                                             const PoolPlaces& places) {
 #pragma unroll
     for (int i = 0; i < kOwnBlocks; ++i) {
         const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
         if (at * kPoolBlock >= share.length()) break;
         const bool there = pages[i] >= 0 && pages[i] < index.num_pages &&
                            static_cast<uint32_t>(pages[i]) <= row.last_page;
-        places[at] = there ? PoolPlace::of(index, blocks[i], pages[i])
-                           : PoolPlace{blocks[i], PoolPlace::kAbsent};
+        if (there) {
+            places.set(at, index, blocks[i], pages[i]);
+        } else {
+            places.set_absent(at);
+        }
     }
 }
 
 __device__ __forceinline__ void clear_bins(PoolRing& ring) {
     uint4* bins = reinterpret_cast<uint4*>(ring.bins);
-    for (int i = threadIdx.x; i < kPoolBins / 8; i += kPoolThreads) bins[i] = {0, 0, 0, 0};
+    for (int i = threadIdx.x; i < kPoolBins / 4; i += kPoolThreads) bins[i] = {0, 0, 0, 0};
 }
 
 // Some of each line of the parameters, all at once.
@@ -158,9 +161,9 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const int32_t most = blocks_each(p.scores.pool.width, size_log);
-    float* sScores = reinterpret_cast<float*>(&shared + 1);                          // [8 most]
-    PoolPlace* sPlaces = reinterpret_cast<PoolPlace*>(sScores + most * kPoolBlock);  // [most]
-    SentOrInbox& sSent = *reinterpret_cast<SentOrInbox*>(sPlaces + most);            // of a cluster
+    float* sScores = reinterpret_cast<float*>(&shared + 1);                       // [8 most]
+    const PoolPlaces sPlaces(sScores + most * kPoolBlock, most);                  // [most]
+    SentOrInbox& sSent = *reinterpret_cast<SentOrInbox*>(sPlaces.blocks + most);  // of a cluster
     allow_dependents();
     touch_parameters(p);
     if (!kCluster) size_log = 0;
@@ -168,14 +171,16 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
     const PoolShare all{0, size_log};
     if (threadIdx.x == 0) {
-        PoolScorer::begin(shared.scoring);
+        PoolScorer::begin(row, shared.scoring);
         PoolTopK<kCluster>::begin(size_log, shared.selection);
     }
     if (kCluster) cluster_arrive_relaxed();
     clear_bins(shared.ring);
     prefetch_inputs(p.scores, row, all, rank);
+    __syncthreads();
     wait_for_previous();
 
+    const PoolScorer::Queries queries(p.scores, row);
     int32_t blocks[kOwnBlocks], pages[kOwnBlocks];
     load_blocks(p.scores.pool, row, all, rank, blocks);
     const PagedRow paged = paged_row(columns_of(p.select, p.select.page_size, INT32_MAX, row),
@@ -186,18 +191,20 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
         shared.row = paged;
         PoolTopK<kCluster>::expect(share, rank, p.select.k, shared.selection);
     }
-    __syncthreads();
-    PoolScorer::load_queries(p.scores, row, shared.scoring);
+    queries.put(shared.scoring);  // while pages come
     write_places(paged, p.scores.index, share, blocks, pages, sPlaces);
     __syncthreads();
-    PoolScorer(p.scores, paged.columns.n_vis, sPlaces, share.length() / kPassKeys, shared.ring,
-               shared.scoring)
-        .run(row, sScores);
+    const int32_t own_units = PoolShare{shared.row.columns.count, size_log}.length() / kPassKeys;
+    PoolScorer scorer(p.scores, shared.row.columns.n_vis, sPlaces, own_units, sScores, shared.ring,
+                      shared.scoring);
+    scorer.start();
     __syncthreads();
-    if (kCluster) cluster_wait();                // all blocks have begun
-    if (threadIdx.x >= kClusterThreads) return;  // barriers do not wait for threads that are gone
+    scorer.run();
+    __syncthreads();
+    if (kCluster) cluster_wait();  // all blocks have begun
 
-    PoolTopK<kCluster> best(p.scores.index, share, rank, p.select.k, shared.selection, shared.final,
+    const PoolShare own{shared.row.columns.count, size_log};  // not kept while scoring
+    PoolTopK<kCluster> best(p.scores.index, own, rank, p.select.k, shared.selection, shared.final,
                             sSent.sent);
     if (best.run(sScores, sPlaces, shared.ring.bins, p.select.out, row)) return;
     __syncthreads();
@@ -216,14 +223,14 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
 }
 
 size_t shared_bytes_of(int32_t width, int32_t size_log) {
-    const size_t block = kPoolBlock * sizeof(float) + sizeof(PoolPlace);
+    const size_t block = kPoolBlock * sizeof(float) + PoolPlaces::kBytes;
     const size_t sent = size_log > 0 ? sizeof(SentOrInbox) : 0;
     return sizeof(Shared) + blocks_each(width, size_log) * block + sent;
 }
-static_assert(sizeof(Shared) + kMaxPoolBlocks * (kPoolBlock * sizeof(float) + sizeof(PoolPlace)) <=
+static_assert(sizeof(Shared) + kMaxPoolBlocks * (kPoolBlock * sizeof(float) + PoolPlaces::kBytes) <=
               227 * 1024);
 static_assert(sizeof(Shared) +
-                  kMaxPoolBlocks / 2 * (kPoolBlock * sizeof(float) + sizeof(PoolPlace)) +
+                  kMaxPoolBlocks / 2 * (kPoolBlock * sizeof(float) + PoolPlaces::kBytes) +
                   sizeof(SentOrInbox) <=
               227 * 1024);
 
@@ -232,12 +239,12 @@ static_assert(sizeof(Shared) +
 bool reindex_fits(const IndexSelectParams& p) {
     const int32_t page_size = p.select.page_size;
     const ConstPages& pages = p.scores.index;
-    const bool places = pages.page_stride % PoolPlace::kUnit == 0 &&
-                        pages.num_pages * pages.page_stride / PoolPlace::kUnit <= INT32_MAX;
-    return p.scores.pool.blocks && places && p.scores.index.record == RecordId::IndexFp4 &&
-           p.scores.query.heads <= kPoolHeads && p.select.k <= kMaxClusterTopK &&
-           p.scores.pool.width <= kMaxPoolBlocks && page_size >= kPoolBlock &&
-           (page_size & (page_size - 1)) == 0;
+    const bool places = pages.page_stride % PoolPlaces::kUnit == 0 &&
+                        pages.num_pages * pages.page_stride / PoolPlaces::kUnit <= INT32_MAX;
+    return p.scores.pool.blocks && places && pages.num_pages > 0 &&
+           p.scores.index.record == RecordId::IndexFp4 && p.scores.query.heads <= kPoolHeads &&
+           p.select.k <= kMaxClusterTopK && p.scores.pool.width <= kMaxPoolBlocks &&
+           page_size >= kPoolBlock && (page_size & (page_size - 1)) == 0;
 }
 
 cudaError_t reindex(const IndexSelectParams& p, cudaStream_t stream) {
