@@ -48,6 +48,12 @@ __device__ __forceinline__ int32_t scale_byte(uint32_t word, int group) {
     return static_cast<int32_t>(word >> (8 * group) & 0xffu);
 }
 
+// The least of the four.
+__device__ __forceinline__ int32_t lowest_scale(uint32_t word) {
+    const uint32_t pairs = __vminu2(word & 0x00ff00ffu, __byte_perm(word, 0, 0x4341));
+    return static_cast<int32_t>(__vminu2(pairs, pairs >> 16) & 0xffu);
+}
+
 struct ByteRange {
     int32_t low, high;
 };

@@ -111,13 +111,6 @@ class Copier {
         if (key_ >= kUnitKeys || column >= segment.count) return -1;
         return __ldg(p_.block_table.row(segment.request) + (column >> page_shift_));
     }
-    // The same where the request and its length are not known yet: of the first request.
-    __device__ __forceinline__ int32_t first_page_of(int32_t unit) const {
-        const int32_t column = column_of(unit) >> page_shift_;
-        if (key_ >= kUnitKeys || column >= p_.block_table.columns) return -1;
-        return __ldg(p_.block_table.data + column);
-    }
-
     __device__ __forceinline__ void copy(int32_t page, const KeyRing& ring,
                                          const RingPosition& at) const {
         const ConstPages& index = p_.index;
@@ -244,40 +237,6 @@ __device__ __forceinline__ void feed_keys(const IndexScoresParams& p, const Work
             if (copies.valid()) page = copier.page_of(copies.segment, copies.unit);
         }
         prepare_scales(pieces, scales.segment, scales.unit, ring, scales.at());
-    }
-}
-
-// The same for the only row of a launch (score_work.cuh), whose pages are looked up two units
-// ahead.
-__device__ __forceinline__ void feed_single(const IndexScoresParams& p, const KeyRing& ring,
-                                            int32_t feeder) {
-    const Copier copier(p);
-    const Pieces pieces(p.index);
-    const bool guesses = p.batch.requests == 1;
-    int32_t page = -1, next_page = -1;
-    if (guesses) {
-        page = copier.first_page_of(single_unit(feeder));
-        next_page = copier.first_page_of(single_unit(feeder + kFeeders));
-    }
-    const Segment row = single_row(p);
-    if (!guesses) {
-        page = copier.page_of(row, single_unit(feeder));
-        next_page = copier.page_of(row, single_unit(feeder + kFeeders));
-    }
-    const int32_t most = max(1, ring.num_stages / kFeeders);
-    RingPosition copy_at = {ring.num_stages}, scale_at = copy_at;
-    copy_at.stage = scale_at.stage = feeder;
-    int32_t copied = feeder;
-    for (int32_t i = feeder; i < row.end; i += kFeeders) {
-        for (; copied < row.end && copied < i + most * kFeeders; copied += kFeeders) {
-            const bool visible = copier.column_of(single_unit(copied)) < row.count;
-            copier.copy(visible ? page : -1, ring, copy_at);
-            copy_at.advance(kFeeders);
-            page = next_page;
-            next_page = copier.page_of(row, single_unit(copied + 2 * kFeeders));
-        }
-        prepare_scales(pieces, row, single_unit(i), ring, scale_at);
-        scale_at.advance(kFeeders);
     }
 }
 

@@ -23,16 +23,14 @@ struct ScorePlan {
 };
 
 enum class Rows {
-    kAny,     // groups of any number
-    kOne,     // groups of one row with no more heads than an MMA takes
-    kSingle,  // the same, and there is only one
+    kAny,  // groups of any number
+    kOne,  // groups of one row with no more heads than an MMA takes
 };
 
 template <int kHeads_, Rows kRows, class Sink_>
 struct ScoreConfig {
     using Sink = Sink_;
-    static constexpr bool kSingle = kRows == Rows::kSingle;
-    static constexpr bool kOne = kRows != Rows::kAny;
+    static constexpr bool kOne = kRows == Rows::kOne;
     static constexpr int kHeads = kHeads_;  // a block of a row: heads are padded to it
     static constexpr int kGroups = 3;       // of consumer warps
     static constexpr int kConsumers = kGroups * kGroupThreads;

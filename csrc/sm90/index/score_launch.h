@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "sm90/common/launch.h"
+#include "sm90/index/score_single.cuh"
 #include "sm90/index/score_tile.cuh"
 
 namespace flash_csa::sm90 {
@@ -41,14 +42,24 @@ cudaError_t launch_score_tiles(const IndexScoresParams& p, ScorePlan plan,
 }
 
 template <int kHeads, class Sink>
+cudaError_t launch_score_single(const IndexScoresParams& p, const typename Sink::Params& sink,
+                                cudaStream_t stream) {
+    int device = 0, sms = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) {
+        error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (error != cudaSuccess) return error;
+    return launch_after(score_single_kernel<kHeads, Sink>, dim3(sms), kRowThreads,
+                        sizeof(SingleShared<kHeads>), stream, p, sink);
+}
+
+template <int kHeads, class Sink>
 cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::Params& sink,
                                cudaStream_t stream) {
     const ScorePlan plan = plan_scores(p, kHeads);
     if (plan.max_rows == 1 && plan.padded_heads == kHeads) {
-        if (p.batch.rows == 1) {
-            return launch_score_tiles<ScoreConfig<kHeads, Rows::kSingle, Sink>>(p, plan, sink,
-                                                                                stream);
-        }
+        if (p.batch.rows == 1) return launch_score_single<kHeads, Sink>(p, sink, stream);
         return launch_score_tiles<ScoreConfig<kHeads, Rows::kOne, Sink>>(p, plan, sink, stream);
     }
     return launch_score_tiles<ScoreConfig<kHeads, Rows::kAny, Sink>>(p, plan, sink, stream);

@@ -1,5 +1,6 @@
-// The main loop of every kernel that scores index keys: FP4 keys from pages against the queries of
-// a group, final FP32 scores handed to a sink.
+// The main loop of the kernels that score index keys for several rows or many heads
+// (score_single.cuh has the others): FP4 keys from pages against the queries of a group, final FP32
+// scores handed to a sink.
 //
 // Warps: groups of four take passes of kPassKeys keys in turn; four feeders behind them bring the
 // keys (key_ring.cuh). Keys are the M rows of MMA tiles, their codes in registers; queries are N.
@@ -51,8 +52,7 @@ __device__ __forceinline__ void score_pass(const IndexScoresParams& p, const Seg
     const uint32_t at_stage = static_cast<uint32_t>(at.stage) / kPasses;
     const KeyStage& stage = ring.stages[at_stage];
     const int32_t unit = static_cast<uint32_t>(pass) / kPasses;
-    const PassKeys keys(stage, Pieces(p.index), Config::kSingle ? single_unit(unit) : unit,
-                        static_cast<uint32_t>(pass) % kPasses);
+    const PassKeys keys(stage, Pieces(p.index), unit, static_cast<uint32_t>(pass) % kPasses);
     ring.ready[at_stage].wait(at.phase);  // whose feeder has waited for the copies
     if ((*shared.queries.folds & stage.folds) == 0) {
         score_groups<Config>(p, segment, plan, shared, keys, sink);
@@ -157,10 +157,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         const RingPosition passes = {kPasses * plan.num_stages};
         UnitTurn turn(passes, warp / 4, Config::kGroups);
         typename Config::Sink sink(sink_params, shared.fixed->sink);
-        if constexpr (Config::kSingle) {
-            consume_segment<Config>(p, single_row(p), plan, shared, turn, sink);
-            return;
-        }
         for (uint32_t phase = 0;; phase ^= 1) {
             shared.fixed->list_full.wait(phase);
             if (work.last < 0) break;
@@ -169,10 +165,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         }
     } else {
         cutlass::arch::warpgroup_reg_dealloc<kFeederRegisters>();
-        if constexpr (Config::kSingle) {
-            feed_single(p, shared.ring, warp - kFirstFeeder);
-            return;
-        }
         UnitTurn copies(start, warp - kFirstFeeder, kFeeders), scales = copies;
         Planner planner(p, plan.max_rows, work, threadIdx.x - Config::kConsumers);
         for (uint32_t phase = 0;; phase ^= 1) {

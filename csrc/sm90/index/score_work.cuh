@@ -83,19 +83,6 @@ __device__ __forceinline__ Segment group_at(const IndexScoresParams& p, int32_t 
     return group;
 }
 
-// The only row of a launch: its units are dealt out in turn, so that a block knows where the first
-// ones lie before it knows how many there are.
-__device__ __forceinline__ Segment single_row(const IndexScoresParams& p) {
-    Segment row = group_of(p, 0);
-    const int32_t blocks = gridDim.x, block = blockIdx.x;
-    row.end = max(0, row.end - block + blocks - 1) / blocks;  // units of this block
-    return row;
-}
-// The i-th unit of this block.
-__device__ __forceinline__ int32_t single_unit(int32_t i) {
-    return static_cast<int32_t>(blockIdx.x) + i * static_cast<int32_t>(gridDim.x);
-}
-
 // Fills the list of a block, one stretch of kListRows rows at a time. kPlanners threads.
 class Planner {
   public:
