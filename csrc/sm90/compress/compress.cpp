@@ -10,6 +10,7 @@ cudaError_t compress_steps(const CompressParams& p, cudaStream_t stream);
 cudaError_t compress_groups(const CompressParams& p, int num_sms, cudaStream_t stream);
 cudaError_t compress_overlap(const CompressParams& p, int num_sms, cudaStream_t stream);
 cudaError_t compress_prefill(const CompressParams& p, int num_sms, cudaStream_t stream);
+cudaError_t compress_tokens(const CompressParams& p, int num_sms, cudaStream_t stream);
 
 namespace {
 
@@ -31,7 +32,9 @@ cudaError_t compress(const CompressParams& p, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
     const int32_t rows = p.batch.rows;
     if (is_v41(p))
-        return rows < kLongStep ? compress_steps(p, stream) : compress_prefill(p, num_sms, stream);
+        return rows < kLongStep ? compress_steps(p, stream)
+               : p.ratio == 1   ? compress_tokens(p, num_sms, stream)
+                                : compress_prefill(p, num_sms, stream);
     if (!p.key_weight && p.ratio == 128 && p.dim == kHeadDim)
         return compress_groups(p, num_sms, stream);
     if (!p.key_weight && p.overlap && rows >= kLongOverlap)

@@ -1,4 +1,4 @@
-// The finish warps of prefill.cu: pooled entries to latents and main records.
+// The finish warps of prefill.cu and tokens.cu: pooled entries to latents and main records.
 //
 // Lane k has group k of an entry, 16 channels with one scale, so that no lane repeats another's
 // work; their weights of the norm stay in its registers. Lanes of odd panels hold the upper half
@@ -61,9 +61,12 @@ __device__ __forceinline__ void store_group(const GroupHalves& x, int lane, uint
     const uint32_t b = word_row_codes(magnitudes[1], x.half[1], reciprocal);
     uint2 codes = first_half(lane) ? make_uint2(b, a) : make_uint2(a, b);
     if (!finite) codes = make_uint2(0, 0);
+    constexpr Record r = record(RecordId::MainFp4);
+    static_assert(r.order == PageOrder::TokenMajor && r.bytes() % 16 == 0);
     if (row == nullptr) return;
-    *reinterpret_cast<uint2*>(row + 8 * lane) = codes;
-    row[record(RecordId::MainFp4).data_bytes + lane] = static_cast<uint8_t>(scale);
+    __builtin_assume(__isGlobal(row));  // it comes from shared memory
+    reinterpret_cast<uint2*>(row)[lane] = codes;
+    row[r.data_bytes + lane] = static_cast<uint8_t>(scale);
 }
 
 // Pooled group of an entry, from its slot.
@@ -73,15 +76,24 @@ __device__ __forceinline__ GroupHalves read_group(const uint16_t* row, int lane)
     return {chunks[at], chunks[at ^ 1]};
 }
 
-// Latent group to row `row` of the tile.
-template <class Shared>
-__device__ __forceinline__ void write_group(Shared& shared, int row, const GroupHalves& x,
-                                            int lane) {
-    uint8_t* panel = shared.latents[lane / 4];
-    const int at = panel_offset(row, 2 * (lane % 4) + first_half(lane));
-    *reinterpret_cast<uint4*>(panel + at) = x.half[0];
-    *reinterpret_cast<uint4*>(panel + (at ^ 16)) = x.half[1];
-}
+// Where a lane's groups of two neighbouring rows lie in the tile, the first an even one: the halves
+// of a group are 16 bytes apart, and the other way round in the next row.
+struct TilePlaces {
+    uint8_t* half[2];
+
+    // latents: panels of kPanelBytes.
+    template <int kPanelBytes>
+    __device__ __forceinline__ TilePlaces(uint8_t (*latents)[kPanelBytes], int first_row,
+                                          int lane) {
+        uint8_t* panel = latents[lane / 4];
+        const int at = panel_offset(first_row, 2 * (lane % 4) + first_half(lane));
+        half[0] = panel + at;
+        half[1] = panel + (at ^ 16);
+    }
+    __device__ __forceinline__ uint4& at(int e, int i) const {
+        return *reinterpret_cast<uint4*>(half[i ^ e] + e * kPanelRowBytes);
+    }
+};
 
 __device__ __forceinline__ void store_latent(const GroupHalves& x, int lane, uint16_t* row) {
     uint4* to = reinterpret_cast<uint4*>(row) + 2 * lane;
@@ -100,12 +112,9 @@ struct Rotation {
     float cos[kPairs], sin[kPairs];
 
     __device__ __forceinline__ void load(const CompressParams& p, int32_t row, int lane) {
-        const float* table = p.cos_sin.at(row) + lane % 16 * kPairs;
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            cos[i] = table[i];
-            sin[i] = table[kRopeDims / 2 + i];
-        }
+        const float2* table = reinterpret_cast<const float2*>(p.cos_sin.at(row)) + lane % 16;
+        const float2 c = table[0], s = table[kRopeDims / 2 / kPairs];
+        cos[0] = c.x, cos[1] = c.y, sin[0] = s.x, sin[1] = s.y;
     }
 
     __device__ __forceinline__ uint2 turn(uint2 packed) const {
@@ -120,32 +129,34 @@ struct Rotation {
     }
 };
 
-using Row = uint16_t[kHeadDim];
+// The rows of two entries in shared memory: PairedRows.
+struct TwoRows {
+    uint16_t* row[kHalfUnit];
 
-// The factor of the norm of row lane / 16. A lane has two neighbouring classes c % 32 of the
-// channels, whose chains are in the order of the row; lanes of the second row read the blocks of 32
-// of a pair the other way round, against bank conflicts.
-__device__ __forceinline__ float row_factor(const CompressParams& p, const Row* rows, int lane) {
+    __device__ __forceinline__ uint16_t* operator[](int e) const { return row[e]; }
+    // That of entry lane / 16.
+    __device__ __forceinline__ uint16_t* of(int lane) const { return lane < 16 ? row[0] : row[1]; }
+};
+
+// The factor of the norm of entry lane / 16. A lane has two neighbouring classes c % 32 of the
+// channels, whose chains are in the order of the row.
+__device__ __forceinline__ float row_factor(const CompressParams& p, const uint16_t* row,
+                                            int lane) {
     constexpr int kBlockWords = 16;
-    const bool odd = lane >= 16;
-    const uint32_t* first = reinterpret_cast<const uint32_t*>(rows[odd]) + lane % 16;
-    const uint32_t* second = first + kBlockWords;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(row) + lane % 16;
     float chain[2] = {};
 #pragma unroll
-    for (int b = 0; b < kHeadDim / 32; b += 2) {
-        const uint32_t x = (odd ? second : first)[kBlockWords * b];
-        const uint32_t y = (odd ? first : second)[kBlockWords * b];
-        const uint32_t words[2] = {odd ? y : x, odd ? x : y};
-#pragma unroll
-        for (const uint32_t word : words) {
-            chain[0] = fma_rn(low_bf16(word), low_bf16(word), chain[0]);
-            chain[1] = fma_rn(high_bf16(word), high_bf16(word), chain[1]);
-        }
+    for (int b = 0; b < kHeadDim / 32; ++b) {
+        const uint32_t x = words[kBlockWords * b];
+        const float low = low_bf16(x), high = high_bf16(x);
+        chain[0] = fma_rn(low, low, chain[0]);
+        chain[1] = fma_rn(high, high, chain[1]);
     }
 #pragma unroll
     for (int h = 8; h > 0; h /= 2) {
 #pragma unroll
-        for (float& sum : chain) sum = add_rn(sum, __shfl_xor_sync(kAllLanes, sum, h));
+        for (int i = 0; i < 2; ++i)
+            chain[i] = add_rn(chain[i], __shfl_xor_sync(kAllLanes, chain[i], h));
     }
     return rsqrt_ieee(add_rn(mul_rn(add_rn(chain[0], chain[1]), 1.0f / kHeadDim), p.eps));
 }
@@ -153,12 +164,11 @@ __device__ __forceinline__ float row_factor(const CompressParams& p, const Row* 
 // Two entries of a unit in the registers of a warp.
 struct HalfUnit {
     GroupHalves x[kHalfUnit];
-    Item item;  // of entry lane % 2
 
     // Pooled values to latents.
-    __device__ __forceinline__ void norm(const CompressParams& p, const Row* rows,
+    __device__ __forceinline__ void norm(const CompressParams& p, const TwoRows& rows,
                                          const float (&weight)[kGroup], int lane) {
-        const float own_factor = row_factor(p, rows, lane);
+        const float own_factor = row_factor(p, rows.of(lane), lane);
 #pragma unroll
         for (int e = 0; e < kHalfUnit; ++e) {
             x[e] = read_group(rows[e], lane);
@@ -166,23 +176,30 @@ struct HalfUnit {
             x[e].half[0] = norm_half(x[e].half[0], factor, weight);
             x[e].half[1] = norm_half(x[e].half[1], factor, weight + 8);
         }
-        if (!p.latent_out) return;
+    }
+
+    // Latents to the rows that close the entries; -1: none. `row` is that of entry lane / 16.
+    __device__ __forceinline__ void write_out(const CompressParams& p, int32_t row,
+                                              int lane) const {
 #pragma unroll
         for (int e = 0; e < kHalfUnit; ++e) {
-            const int32_t row = __shfl_sync(kAllLanes, item.row, e);
-            if (row >= 0) store_latent(x[e], lane, p.latent_out.row(row));
+            const int32_t to = __shfl_sync(kAllLanes, row, 16 * e);
+            if (to >= 0) store_latent(x[e], fresh(lane), p.latent_out.row(to));
         }
     }
 
-    // Latents to rows `first` .. of the tile.
-    template <class Shared>
-    __device__ __forceinline__ void write(Shared& shared, int first, int lane) const {
+    // Latents to the tile.
+    __device__ __forceinline__ void write(const TilePlaces& places) const {
 #pragma unroll
-        for (int e = 0; e < kHalfUnit; ++e) write_group(shared, first + e, x[e], lane);
+        for (int e = 0; e < kHalfUnit; ++e) {
+            places.at(e, 0) = x[e].half[0];
+            places.at(e, 1) = x[e].half[1];
+        }
     }
 
-    // The RoPE dims of both, by way of the slot.
-    __device__ __forceinline__ void rotate(const Rotation& rotation, Row* rows, int lane) {
+    // The RoPE dims of both, by way of their rows.
+    __device__ __forceinline__ void rotate(const Rotation& rotation, const TwoRows& rows,
+                                           int lane) {
         const bool has = lane >= 32 - kRopeLanes;
         __syncwarp();  // all have read the rows
         if (has) {
@@ -190,7 +207,7 @@ struct HalfUnit {
             for (int e = 0; e < kHalfUnit; ++e) write_back(rows[e], e, lane);
         }
         __syncwarp();
-        uint2* own = reinterpret_cast<uint2*>(rows[lane / 16] + kHeadDim - kRopeDims) + lane % 16;
+        uint2* own = reinterpret_cast<uint2*>(rows.of(lane) + kHeadDim - kRopeDims) + lane % 16;
         *own = rotation.turn(*own);
         __syncwarp();
         if (has) {
@@ -199,19 +216,15 @@ struct HalfUnit {
         }
     }
 
-    // Main records.
-    __device__ __forceinline__ void store(const CompressParams& p, int lane) const {
-        constexpr Record r = record(RecordId::MainFp4);
-        static_assert(r.order == PageOrder::TokenMajor && r.bytes() % 16 == 0);
-        const bool stores = p.main.data != nullptr && p.main.holds(item.slot);
-        const uint64_t own = stores ? reinterpret_cast<uint64_t>(p.main.row(r, item.slot)) : 0;
+    // Main records; place(e): of entry e, null: none.
+    template <class Place>
+    __device__ __forceinline__ void store(const Place& place, int lane) const {
 #pragma unroll
-        for (int e = 0; e < kHalfUnit; ++e)
-            store_group(x[e], lane, reinterpret_cast<uint8_t*>(__shfl_sync(kAllLanes, own, e)));
+        for (int e = 0; e < kHalfUnit; ++e) store_group(x[e], lane, place(e));
     }
 
   private:
-    __device__ __forceinline__ void write_back(Row& row, int e, int lane) const {
+    __device__ __forceinline__ void write_back(uint16_t* row, int e, int lane) const {
         uint4* chunks = reinterpret_cast<uint4*>(row);
         const int at = 2 * lane + first_half(lane);
         chunks[at] = x[e].half[0];
@@ -219,41 +232,14 @@ struct HalfUnit {
     }
 };
 
-// Latents go to the tile before they are encoded, so that the key warps multiply meanwhile.
-template <int kRatio>
-__device__ __forceinline__ void finish_units(const CompressParams& p, Shared<kRatio>& shared,
-                                             int warp, int lane) {
-    using R = Roles<kRatio>;
-    float weight[kGroup];
+// A group's weights of the norm, in registers before a loop.
+__device__ __forceinline__ void load_norm_weight(const CompressParams& p, int lane,
+                                                 float (&weight)[kGroup]) {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
         weight[i] = p.norm_weight[kGroup * lane + (8 * first_half(lane) ^ i)];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) weight[i] = fresh(weight[i]);  // there before the loop
-    const int half = warp % 2 * kHalfUnit;                          // two warps share a unit
-#pragma unroll 1
-    for (uint32_t u = warp / 2;; u += R::kFinishWarps / 2) {
-        const uint32_t tile = u / kTileUnits;
-        if (!has_table(shared, tile)) return;
-        const int first = unit_row(u) + half;
-        const Item* items = shared.tables[tile % kTables] + first;
-        Row* rows = shared.slots[u % kSlots].rows + half;
-        HalfUnit unit;
-        unit.item = items[lane % kHalfUnit];
-        const bool filled = __any_sync(kAllLanes, unit.item.row >= 0);
-        Rotation rotation = {};
-        if (filled) rotation.load(p, items[lane / 16].rotation, lane);
-        wait_full(shared.full[u % kSlots], u / kSlots);
-        if (filled) unit.norm(p, rows, weight, lane);
-        wait_empty(shared.tile_empty, tile);
-        if (filled) unit.write(shared, first, lane);
-        cutlass::arch::fence_view_async_shared();
-        shared.tile_full.arrive();
-        if (filled) unit.rotate(rotation, rows, lane);
-        if (kRatio == 1) cutlass::arch::fence_view_async_shared();  // rows are copied there
-        shared.empty[u % kSlots].arrive();
-        if (filled) unit.store(p, lane);
-    }
+    for (int i = 0; i < kGroup; ++i) weight[i] = fresh(weight[i]);
 }
 
 }  // namespace flash_csa::sm90

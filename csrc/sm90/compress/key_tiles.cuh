@@ -1,16 +1,16 @@
-// The key warps of prefill.cu, a warpgroup: 64 latents to index records.
+// The key warps of prefill.cu and tokens.cu, a warpgroup: 64 latents to index records.
 //
 // keys [64, 128] = latents [64, 512] . weight^T, 64 keys at a time: chains over the even and the
 // odd blocks of 16 channels, as in projection.cuh, whose sums these products have bit by bit. Lane
 // 4g + t of warp w gets, of entries 16w + g and 16w + g + 8, channels 8j + 2t and 8j + 2t + 1 of
 // each block j of 8: a class of the sum of squares belongs to one lane, a pair of RoPE as well, and
-// a group of index FP4 is 4 lanes.
+// a group of index FP4 is 4 lanes. tokens.cu takes the first of the two alone.
 #pragma once
 
 #include "sm90/common/cp_async.cuh"
 #include "sm90/common/fp4_words.cuh"
 #include "sm90/common/fresh.cuh"
-#include "sm90/compress/look_up.cuh"
+#include "sm90/compress/places.cuh"
 #include "sm90/compress/tile.cuh"
 #include "sm90/compress/words.cuh"
 
@@ -18,13 +18,14 @@ namespace flash_csa::sm90 {
 
 inline constexpr int kKeyBlocks = kIndexDim / 8;  // blocks of 8 keys
 inline constexpr int kKeyColumns = 64;            // of a product
+inline constexpr int kKeyBarrier = 1;             // of the key warps
 
-// The weight from key `first` to shared memory, as many keys as there is room for: a thread has one
-// chunk of every kStep-th, so that the swizzle repeats.
-template <class Shared>
+// The weight from key `first` to shared memory, as many keys as there is room for, by kThreads
+// threads: each has one chunk of every kStep-th, so that the swizzle repeats.
+template <int kThreads, class Shared>
 __device__ __forceinline__ void load_weight(const CompressParams& p, Shared& shared, int first,
                                             int thread) {
-    constexpr int kChunks = kHeadDim / 8, kStep = kKeyThreads / kChunks;
+    constexpr int kChunks = kHeadDim / 8, kStep = kThreads / kChunks;
     const int chunk = thread % kChunks, key = thread / kChunks;
     uint8_t* to = shared.weight[chunk / 8];
     const uint16_t* from = p.key_weight.row(first + key) + 8 * chunk;
@@ -37,21 +38,23 @@ __device__ __forceinline__ void load_weight(const CompressParams& p, Shared& sha
         to += kCoreRows * kPanelRowBytes;
     }
 }
-// It is there, from all threads.
+// It is there, from all kThreads threads.
+template <int kThreads>
 __device__ __forceinline__ void wait_for_weight() {
     wait_for_copies();
     cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(kKeyThreads, kKeyBarrier);
+    cutlass::arch::NamedBarrier::sync(kThreads, kKeyBarrier);
 }
 
 // keys[j][r]: channels 8j + 2t, 8j + 2t + 1 of entry g + 8r, as BF16.
-using Keys = uint32_t[kKeyBlocks][2];
+template <int kRows>
+using Keys = uint32_t[kKeyBlocks][kRows];
 
 // kKeyColumns keys at a time, with as many registers of sums; ready and done stand around each
 // product.
 template <class Shared, class Ready, class Done>
-__device__ __forceinline__ void project_tile(const Shared& shared, Keys& keys, const Ready& ready,
-                                             const Done& done) {
+__device__ __forceinline__ void project_tile(const Shared& shared, Keys<2>& keys,
+                                             const Ready& ready, const Done& done) {
     constexpr int kColumnBlocks = kKeyColumns / 8, kHeld = Shared::kWeightKeys;
     const uint64_t latents = k_major(shared.latents);
     // Rolled: ptxas of CUDA 13.0 took the products of a second half for those of the first.
@@ -87,7 +90,8 @@ __device__ __forceinline__ void project_tile(const Shared& shared, Keys& keys, c
 }
 
 // Factor of the norm of entry g + 8r; all four lanes get it.
-__device__ __forceinline__ float key_factor(const Keys& keys, int r, float eps) {
+template <int kRows>
+__device__ __forceinline__ float key_factor(const Keys<kRows>& keys, int r, float eps) {
     float chain[4][2] = {};  // classes 8i + 2t + x
 #pragma unroll
     for (int j = 0; j < kKeyBlocks; ++j) {
@@ -106,16 +110,21 @@ __device__ __forceinline__ float key_factor(const Keys& keys, int r, float eps) 
 }
 
 // Norm and RoPE.
+template <int kRows>
 __device__ __forceinline__ void turn_keys(const CompressParams& p, const float* weight,
-                                          const Item (&places)[2], int t, Keys& keys) {
-    const float* const tables[2] = {fresh(p.cos_sin.at(places[0].rotation) + t),
-                                    fresh(p.cos_sin.at(places[1].rotation) + t)};
-    const float factors[2] = {key_factor(keys, 0, p.eps), key_factor(keys, 1, p.eps)};
+                                          const Item (&items)[kRows], int t, Keys<kRows>& keys) {
+    const float* tables[kRows];
+    float factors[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        tables[r] = fresh(p.cos_sin.at(items[r].rotation) + t);
+        factors[r] = key_factor<kRows>(keys, r, p.eps);
+    }
 #pragma unroll
     for (int j = 0; j < kKeyBlocks; ++j) {
         const float2 w = *reinterpret_cast<const float2*>(weight + 8 * j + 2 * t);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < kRows; ++r) {
             uint32_t& pair = keys[j][r];
             pair = pack_bf16(mul_rn(mul_rn(low_bf16(pair), factors[r]), w.x),
                              mul_rn(mul_rn(high_bf16(pair), factors[r]), w.y));
@@ -138,88 +147,45 @@ __device__ __forceinline__ uint4 transpose_bytes(const uint32_t (&w)[4]) {
                       __byte_perm(high01, high23, 0x5410), __byte_perm(high01, high23, 0x7632));
 }
 
-// Records of the two entries.
-__device__ __forceinline__ void store_keys(const CompressParams& p, const Keys& keys,
-                                           const Item (&places)[2], int t) {
+// Records of the entries.
+template <int kRows>
+__device__ __forceinline__ void store_keys(const Places& index, const Keys<kRows>& keys,
+                                           const Item (&items)[kRows], int t) {
     constexpr int kGroups = kIndexDim / record(RecordId::IndexFp4).group;
-    uint32_t codes[2][kGroups], scales[2] = {};
+    uint32_t codes[kRows][kGroups], scales[kRows] = {};
+    const auto group = [&](int g, int r) {
+        return make_uint4(keys[4 * g][r], keys[4 * g + 1][r], keys[4 * g + 2][r],
+                          keys[4 * g + 3][r]);
+    };
+    // Two groups at a time.
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-        const auto words = [&](int r) {
-            return make_uint4(keys[4 * g][r], keys[4 * g + 1][r], keys[4 * g + 2][r],
-                              keys[4 * g + 3][r]);
-        };
-        const Magnitudes magnitudes[2] = {Magnitudes(words(0)), Magnitudes(words(1))};
+    for (int i = 0; i < kGroups * kRows; i += 2) {
+        const Magnitudes magnitudes[2] = {Magnitudes(group(i / kRows, i % kRows)),
+                                          Magnitudes(group((i + 1) / kRows, (i + 1) % kRows))};
         const uint32_t first = magnitudes[0].largest(), second = magnitudes[1].largest();
         uint32_t largest =
             __vmaxu2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
         largest = __vmaxu2(largest, __shfl_xor_sync(kAllLanes, largest, 1));
         largest = __vmaxu2(largest, __shfl_xor_sync(kAllLanes, largest, 2));
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const uint32_t byte = index_scale_byte(r == 0 ? largest & 0xffffu : largest >> 16);
+        for (int n = 0; n < 2; ++n) {
+            const int g = (i + n) / kRows, r = (i + n) % kRows;
+            const uint32_t byte = index_scale_byte(n == 0 ? largest & 0xffffu : largest >> 16);
             const PowerReciprocal reciprocal(ue8m0_reciprocal(static_cast<uint8_t>(byte)));
-            const uint32_t own = word_row_codes(magnitudes[r], words(r), reciprocal);
+            const uint32_t own = word_row_codes(magnitudes[n], group(g, r), reciprocal);
             codes[r][g] = byte == kNanUE8M0 ? 0 : own;
             scales[r] |= byte << 8 * g;
         }
     }
-    constexpr Record r = record(RecordId::IndexFp4);
+    constexpr Record format = record(RecordId::IndexFp4);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        transpose_quad(codes[i], t);  // lane t gets group t of all
-        if (!p.index.holds(places[i].slot)) continue;
-        *reinterpret_cast<uint4*>(p.index.row(r, places[i].slot) + 16 * t) =
-            transpose_bytes(codes[i]);
-        if (t == 0) *reinterpret_cast<uint32_t*>(p.index.scales(r, places[i].slot)) = scales[i];
+    for (int r = 0; r < kRows; ++r) {
+        transpose_quad(codes[r], t);  // lane t gets group t of all
+        if (!index.holds(items[r].slot)) continue;
+        *reinterpret_cast<uint4*>(index.row(format, items[r].slot) + 16 * t) =
+            transpose_bytes(codes[r]);
+        if (t == 0) *reinterpret_cast<uint32_t*>(index.scales(format, items[r].slot)) = scales[r];
     }
-}
-
-template <int kRatio>
-__device__ __forceinline__ void key_tiles(const CompressParams& p, Shared<kRatio>& shared, int warp,
-                                          int lane) {
-    constexpr bool kHalves = Shared<kRatio>::kWeightKeys < kIndexDim;
-    const int thread = 32 * warp + lane;
-    const bool keyed = static_cast<bool>(p.key_weight);
-    if (keyed) {
-        load_weight(p, shared, 0, thread);
-        if (thread < kIndexDim) shared.key_norm_weight[thread] = p.key_norm_weight[thread];
-        if (!kHalves) wait_for_weight();
-    }
-    RowTables tables;
-    for (uint32_t tile = 0;; ++tile) {
-        if constexpr (kRatio > 1) {
-#pragma unroll 1
-            while (tables.number < tile + kTables && tables.more)
-                tables.write(p, shared, fresh(thread));
-        }
-        if (!has_table(shared, tile)) break;
-        const Item* items = shared.tables[tile % kTables] + 16 * warp + lane / 4;
-        const Item places[2] = {items[0], items[8]};
-        Keys keys = {};
-        if (keyed) {
-            const auto ready = [&](int first) {
-                if (kHalves) wait_for_weight();
-                if (first == 0) wait_full(shared.tile_full, tile);
-            };
-            const auto done = [&](int first) {
-                if (first + kKeyColumns == kIndexDim) shared.tile_empty.arrive();
-                if (!kHalves) return;
-                cutlass::arch::NamedBarrier::sync(kKeyThreads, kKeyBarrier);
-                load_weight(p, shared, kIndexDim / 2 - first, fresh(thread));
-            };
-            project_tile(shared, keys, ready, done);
-        } else {
-            wait_full(shared.tile_full, tile);
-            shared.tile_empty.arrive();
-        }
-        if (kRatio == 1) shared.table_empty[tile % kTables].arrive();
-        const bool any = p.index.holds(places[0].slot) || p.index.holds(places[1].slot);
-        if (!keyed || !__any_sync(kAllLanes, any)) continue;
-        turn_keys(p, shared.key_norm_weight, places, lane % 4, keys);
-        store_keys(p, keys, places, lane % 4);
-    }
-    wait_for_copies();
 }
 
 }  // namespace flash_csa::sm90

@@ -1,16 +1,13 @@
-// What feeds prefill.cu. Ratio 1: rows are copied to slots. Ratio 2: pool warps, whose registers
-// are where rows land, those of the next entry while one is pooled, also across tiles.
+// The pool warps of prefill.cu. Rows land where the lanes read them, those of the next entry while
+// one is pooled, also across tiles.
 //
-// Ratio 2 reads an entry at a time in whole rows, 512 bytes with an instruction: pieces of 128
-// bytes of 16 rows by turns cost a third of the DRAM's rate.
+// An entry is read in whole rows, 512 bytes with an instruction: pieces of 128 bytes of 16 rows by
+// turns cost a third of the DRAM's rate.
 #pragma once
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "sm90/common/cp_async.cuh"
 #include "sm90/common/prefetch.cuh"
-#include "sm90/compress/look_up.cuh"
+#include "sm90/compress/pair_tables.cuh"
 #include "sm90/compress/pool_two.cuh"
 #include "sm90/compress/words.cuh"
 
@@ -19,28 +16,21 @@ namespace flash_csa::sm90 {
 inline constexpr int kLineBytes = 128;  // of the L2
 
 // The first rows of a pool warp on their way to the L2, while its batch is looked up.
-template <int kRatio>
 __device__ __forceinline__ void prefetch_first_rows(const CompressParams& p, int warp, int lane) {
-    constexpr int kRowBytes = kHeadDim * (kRatio == 1 ? sizeof(uint16_t) : sizeof(float));
-    constexpr int kRowLines = kRowBytes / kLineBytes, kBytes = 16 * 1024;
-    constexpr int kMatrices = kRatio == 1 ? 1 : 2;
+    constexpr int kRowLines = kHeadDim * sizeof(float) / kLineBytes, kBytes = 16 * 1024;
 #pragma unroll
     for (int i = lane; i < kBytes / kLineBytes; i += 32) {
-        const int64_t row =
-            int64_t{blockIdx.x} * kTile * kRatio + warp * 16 + i / (kRowLines * kMatrices);
-        if (row >= p.batch.rows) return;
-        const void* from = kRatio == 1              ? static_cast<const void*>(p.kv_bf16.row(row))
-                           : i / kRowLines % 2 == 0 ? p.gate.row(row)
-                                                    : p.kv.row(row);
-        prefetch_l2(static_cast<const uint8_t*>(from) + i % kRowLines * kLineBytes);
+        const uint32_t row = first_row() + warp * 16 + i / (2 * kRowLines);
+        if (!in_batch(p, row)) return;
+        const float* from = i / kRowLines % 2 == 0 ? p.gate.row(row) : p.kv.row(row);
+        prefetch_l2(from + i % kRowLines * (kLineBytes / sizeof(float)));
     }
 }
 
 // The lists of the first tile.
-template <int kRatio>
 __device__ __forceinline__ void prefetch_first_lists(const CompressParams& p, int lane) {
-    constexpr int kRows = kLineBytes / sizeof(int32_t), kLines = kTile * kRatio / kRows;
-    const uint32_t row = first_row<kRatio>() + lane % kLines * kRows;
+    constexpr int kRows = kLineBytes / sizeof(int32_t), kLines = kTileRows / kRows;
+    const uint32_t row = first_row() + lane % kLines * kRows;
     if (in_batch(p, row)) {
         if (lane / kLines == 0) prefetch_l2(p.batch.positions + row);
         if (lane / kLines == 1) prefetch_l2(p.batch.row_request + row);
@@ -49,29 +39,6 @@ __device__ __forceinline__ void prefetch_first_lists(const CompressParams& p, in
     if (lane == 31) prefetch_l2(p.batch.start);
     if (lane == 30) prefetch_l2(p.batch.tail_slot);
     if (lane == 29) prefetch_l2(p.batch.cu_tokens);
-}
-
-// Ratio 1, one thread: the rows of a unit are neighbours in the batch.
-__device__ __forceinline__ void copy_units(const CompressParams& p, Shared<1>& shared) {
-    constexpr int kRowBytes = kHeadDim * sizeof(uint16_t);
-    uint32_t u = 0;
-    for (uint32_t rows = first_row<1>(); in_batch(p, rows); rows += row_stride<1>()) {
-#pragma unroll 1
-        for (int i = 0; i < kTileUnits; ++i, ++u) {
-            const uint32_t row = rows + unit_row(u);
-            const int there = min(max(p.batch.rows - static_cast<int>(row), 0), kUnit);
-            auto& full = shared.full[u % kSlots];
-            wait_empty(shared.empty[u % kSlots], u / kSlots);
-            full.arrive_and_expect_tx(there * kRowBytes);
-#pragma unroll
-            for (int e = 0; e < kUnit; ++e) {
-                if (e < there)
-                    cute::SM90_BULK_COPY_G2S::copy(p.kv_bf16.row(row + e),
-                                                   reinterpret_cast<uint64_t*>(&full),
-                                                   shared.slots[u % kSlots].rows[e], kRowBytes);
-            }
-        }
-    }
 }
 
 // A lane's channels of a block, of both rows.
@@ -139,15 +106,14 @@ __device__ __forceinline__ void replace_rows(const CompressParams& p, const Item
                       });
 }
 
-// Ratio 2. A lane copies what it will read: three blocks are on their way, 6 KiB a warp, while one
+// A lane copies what it will read: three blocks are on their way, 6 KiB a warp, while one
 // is pooled. The slot is waited for behind the first entry of a unit: it has been emptied
 // meanwhile.
-__device__ __forceinline__ void pool_units(const CompressParams& p, Shared<2>& shared, int warp,
+__device__ __forceinline__ void pool_units(const CompressParams& p, PairsShared& shared, int warp,
                                            int lane) {
     constexpr uint32_t kChunk = RowTables::kChunk;
-    static_assert(kSlots == Roles<2>::kFeedWarps);
+    static_assert(kSlots == kPoolWarps);
     const int first = 4 * lane;
-    Slot& slot = shared.slots[warp];
     auto& blocks = shared.rows[warp];
     RowPair rows = {};  // of `next`
     Item next = kNoItem;
@@ -182,7 +148,7 @@ __device__ __forceinline__ void pool_units(const CompressParams& p, Shared<2>& s
         if (e == 0) wait_empty(shared.empty[warp], n / kUnit);
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i)
-            *reinterpret_cast<uint2*>(slot.rows[e] + first + kBlock * i) = pooled[i];
+            *reinterpret_cast<uint2*>(shared.unit(warp, e) + first + kBlock * i) = pooled[i];
         if (item.in_tail) replace_rows(p, item, first);
         if (e == kUnit - 1) shared.full[warp].arrive();
     }
