@@ -24,17 +24,22 @@ bool is_v41(const CompressParams& p) {
 }  // namespace
 
 cudaError_t compress(const CompressParams& p, cudaStream_t stream) {
-    constexpr int32_t kLongStep = 1024, kLongOverlap = 2048;
+    // Rows from which on the kernels of long steps take less time (docs/compress.md): of ratio 2,
+    // later where all requests have few, whose tails keep most of them.
+    constexpr int32_t kLongTokens = 400, kLongPairs = 1408, kLongOverlap = 2048;
+    constexpr int32_t kFewRows = 16, kLongFew = 6144;
     int device = 0, num_sms = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
     const int32_t rows = p.batch.rows;
-    if (is_v41(p))
-        return rows < kLongStep ? compress_steps(p, stream)
-               : p.ratio == 1   ? compress_tokens(p, num_sms, stream)
-                                : compress_prefill(p, num_sms, stream);
+    if (is_v41(p)) {
+        const int32_t pairs = p.batch.max_rows < kFewRows ? kLongFew : kLongPairs;
+        if (rows < (p.ratio == 1 ? kLongTokens : pairs)) return compress_steps(p, stream);
+        return p.ratio == 1 ? compress_tokens(p, num_sms, stream)
+                            : compress_prefill(p, num_sms, stream);
+    }
     if (!p.key_weight && p.ratio == 128 && p.dim == kHeadDim)
         return compress_groups(p, num_sms, stream);
     if (!p.key_weight && p.overlap && rows >= kLongOverlap)

@@ -149,8 +149,8 @@ __device__ __forceinline__ uint4 transpose_bytes(const uint32_t (&w)[4]) {
 
 // Records of the entries.
 template <int kRows>
-__device__ __forceinline__ void store_keys(const Places& index, const Keys<kRows>& keys,
-                                           const Item (&items)[kRows], int t) {
+__device__ __forceinline__ void store_keys(const RecordPlaces& p, const Keys<kRows>& keys,
+                                           const Item (&places)[kRows], int t) {
     constexpr int kGroups = kIndexDim / record(RecordId::IndexFp4).group;
     uint32_t codes[kRows][kGroups], scales[kRows] = {};
     const auto group = [&](int g, int r) {
@@ -177,14 +177,14 @@ __device__ __forceinline__ void store_keys(const Places& index, const Keys<kRows
             scales[r] |= byte << 8 * g;
         }
     }
-    constexpr Record format = record(RecordId::IndexFp4);
+    constexpr Record r = record(RecordId::IndexFp4);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        transpose_quad(codes[r], t);  // lane t gets group t of all
-        if (!index.holds(items[r].slot)) continue;
-        *reinterpret_cast<uint4*>(index.row(format, items[r].slot) + 16 * t) =
-            transpose_bytes(codes[r]);
-        if (t == 0) *reinterpret_cast<uint32_t*>(index.scales(format, items[r].slot)) = scales[r];
+    for (int i = 0; i < kRows; ++i) {
+        transpose_quad(codes[i], t);  // lane t gets group t of all
+        if (!p.index.holds(places[i].slot)) continue;
+        *reinterpret_cast<uint4*>(p.index.row(r, places[i].slot) + 16 * t) =
+            transpose_bytes(codes[i]);
+        if (t == 0) *reinterpret_cast<uint32_t*>(p.index.scales(r, places[i].slot)) = scales[i];
     }
 }
 

@@ -61,14 +61,10 @@ struct RowPair {
         gate[1] = p.gate.row(item.row) + first;
         kv[0] = kv[1] - p.kv.stride;
         gate[0] = gate[1] - p.gate.stride;
-        if (!item.in_tail) return;
-        const Entry e = entry_of(p, item);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const PoolRow row = pool_row(p, e, e.first + r);
-            kv[r] = row.kv + first;
-            gate[r] = row.gate + first;
-        }
+        if (item.in_tail == 0) return;
+        const int32_t slot = abs(item.in_tail) - 1;
+        kv[0] = p.tail.kv(slot, item.rotation) + first;
+        gate[0] = p.tail.gate(slot, item.rotation) + first;
     }
     // Starts the copies of a block.
     __device__ __forceinline__ void copy(int block, float4 (&to)[4][32], int lane) const {
@@ -149,7 +145,7 @@ __device__ __forceinline__ void pool_units(const CompressParams& p, PairsShared&
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i)
             *reinterpret_cast<uint2*>(shared.unit(warp, e) + first + kBlock * i) = pooled[i];
-        if (item.in_tail) replace_rows(p, item, first);
+        if (item.in_tail < 0) replace_rows(p, item, first);
         if (e == kUnit - 1) shared.full[warp].arrive();
     }
     wait_for_copies();

@@ -58,7 +58,7 @@ __device__ __forceinline__ void finish_units(const CompressParams& p, const Plac
     }
 }
 
-__device__ __forceinline__ void key_tiles(const CompressParams& p, const Places& index,
+__device__ __forceinline__ void key_tiles(const CompressParams& p, const RecordPlaces& places,
                                           PairsShared& shared, int warp, int lane) {
     const int thread = 32 * warp + lane;
     const bool keyed = static_cast<bool>(p.key_weight);
@@ -72,8 +72,8 @@ __device__ __forceinline__ void key_tiles(const CompressParams& p, const Places&
         while (tables.number < tile + kTables && tables.more)
             tables.write(p, shared, fresh(thread));
         if (!has_table(shared, tile)) break;
-        const Item* items = shared.tables[tile % kTables] + 16 * warp + lane / 4;
-        const Item places[2] = {items[0], items[8]};
+        const Item* own = shared.tables[tile % kTables] + 16 * warp + lane / 4;
+        const Item items[2] = {own[0], own[8]};
         Keys<2> keys = {};
         if (keyed) {
             const auto ready = [&](int first) {
@@ -90,10 +90,10 @@ __device__ __forceinline__ void key_tiles(const CompressParams& p, const Places&
             wait_full(shared.tile_full, tile);
             shared.tile_empty.arrive();
         }
-        const bool any = index.holds(places[0].slot) || index.holds(places[1].slot);
+        const bool any = places.index.holds(items[0].slot) || places.index.holds(items[1].slot);
         if (!keyed || !__any_sync(kAllLanes, any)) continue;
-        turn_keys<2>(p, shared.key_norm_weight, places, lane % 4, keys);
-        store_keys<2>(index, keys, places, lane % 4);
+        turn_keys<2>(p, shared.key_norm_weight, items, lane % 4, keys);
+        store_keys<2>(places, keys, items, lane % 4);
     }
     wait_for_copies();
 }
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         finish_units(p, places.main, shared, warp - kPoolWarps, lane);
     } else {
         set_registers<kKeyRegisters, kLaunchRegisters>();
-        key_tiles(p, places.index, shared, warp - kPoolWarps - kFinishWarps, lane);
+        key_tiles(p, places, shared, warp - kPoolWarps - kFinishWarps, lane);
     }
 }
 

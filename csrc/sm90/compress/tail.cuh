@@ -84,6 +84,11 @@ __device__ inline void keep_row(const CompressParams& p, int64_t row, int thread
     }
 }
 
+// Whether a row of the call may replace the oldest row of entry e, which lies in the tail.
+__device__ inline bool replaces_read_rows(const CompressParams& p, const Entry& e) {
+    return e.row - (e.position - e.first) + p.tail.ring < request_rows(p, e.request).end;
+}
+
 // Puts new rows into the tail slots that entry e has read: copy(kv, gate, from_kv, from_gate)
 // moves the calling thread's channels, the columns of the entry's role.
 template <class Copy>
@@ -91,7 +96,7 @@ __device__ inline void replace_read_rows(const CompressParams& p, const Entry& e
                                          const Copy& copy) {
     const int64_t start = p.batch.start[e.request];
     if (e.first >= start) return;
-    if (e.row - (e.position - e.first) + p.tail.ring >= request_rows(p, e.request).end) return;
+    if (!replaces_read_rows(p, e)) return;
     const int64_t slot = p.batch.tail_slot[e.request];
     for (int64_t position = e.first; position < start && position <= e.position; ++position) {
         const int64_t row = replacing_row(p, e, position);

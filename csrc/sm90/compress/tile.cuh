@@ -22,7 +22,8 @@ struct alignas(16) Item {
     int32_t row;  // that closes it; -1: none, nothing is stored
     int32_t slot;
     int32_t rotation;  // position of its first token
-    int32_t in_tail;   // its first row
+    int32_t in_tail;   // 1 + slot of the tail that has its first row, negative where a new row
+                       // replaces that one; 0: it is in the call
 };
 inline constexpr Item kNoItem = {-1, -1, 0, 0};
 

@@ -123,14 +123,6 @@ __device__ __forceinline__ void copy_rows(const CompressParams& p, TokensShared&
             cute::SM90_BULK_COPY_G2S::copy(p.kv_bf16.row(row + e), bar,
                                            shared.rows.row(kHalfUnit * warp + e), kRowBytes);
     }
-#ifdef FCSA_PREF
-    const uint32_t later = row + gridDim.x * kHalfTile;
-#pragma unroll
-    for (int e = 0; e < kHalfUnit; ++e) {
-        if (in_batch(p, later + e))
-            cute::SM90_BULK_COPY_G2S::PREFETCH::copy(p.kv_bf16.row(later + e), kRowBytes);
-    }
-#endif
 }
 
 __device__ __forceinline__ void finish_rows(const CompressParams& p, TokensShared& shared, int warp,
@@ -175,7 +167,7 @@ __device__ __forceinline__ void finish_rows(const CompressParams& p, TokensShare
 }
 
 // A warpgroup: every second half, number `half` first.
-__device__ __forceinline__ void key_halves(const CompressParams& p, const Places& index,
+__device__ __forceinline__ void key_halves(const CompressParams& p, const RecordPlaces& places,
                                            TokensShared& shared, uint32_t half, int thread) {
     const bool keyed = static_cast<bool>(p.key_weight);
     if (keyed) {
@@ -195,9 +187,9 @@ __device__ __forceinline__ void key_halves(const CompressParams& p, const Places
         const Token token = shared.tables[n % kTables][thread / 32 * kCoreRows + lane / 4];
         const Item items[1] = {{0, token.slot, max(token.rotation, 0), 0}};
         shared.table_empty[n % kTables].arrive();
-        if (!keyed || !__any_sync(kAllLanes, index.holds(items[0].slot))) continue;
+        if (!keyed || !__any_sync(kAllLanes, places.index.holds(items[0].slot))) continue;
         turn_keys<1>(p, shared.key_norm_weight, items, lane % 4, keys);
-        store_keys<1>(index, keys, items, lane % 4);
+        store_keys<1>(places, keys, items, lane % 4);
     }
 }
 
@@ -215,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_previous();
     if (warp < kKeyWarps) {
         set_registers<kKeyRegisters, kLaunchRegisters>();
-        key_halves(p, places.index, shared, warp / 4, thread % kKeyThreads);
+        key_halves(p, places, shared, warp / 4, thread % kKeyThreads);
     } else if (warp < kKeyWarps + kFinishWarps) {
         set_registers<kFinishRegisters, kLaunchRegisters>();
         finish_rows(p, shared, warp - kKeyWarps, lane);
