@@ -2,6 +2,9 @@
 //
 //   in   q [R, H, 512], window and main records, lists        out  out, lse
 //
+// Here: 16 heads a CTA; two_tiles_kernel.cuh has the kernel for 32 and 64, and the shape of a call
+// is chosen at the end.
+//
 // A cluster takes a row and kHeads heads; its CTAs take runs of the row's tiles and add up their
 // outputs through each other's shared memory. Latency is what counts: nothing is read before the
 // slots, all warps do everything, and the code is short, as every line of it is fetched for a few
@@ -20,6 +23,7 @@
 
 #include "sm90/attend/few_rows.cuh"
 #include "sm90/attend/output.cuh"
+#include "sm90/attend/two_tiles_kernel.cuh"
 #include "sm90/attend/variants.h"
 #include "sm90/common/cluster.h"
 #include "sm90/common/cluster_sync.cuh"
@@ -30,26 +34,10 @@
 namespace flash_csa::sm90 {
 namespace few_rows {
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-// A maximum may lag behind by this much (log2), so that 64 heads are hardly ever rescaled. With
-// fewer, which is cheap, it does not: the largest weight is 1, which rounds to itself.
-template <int kHeads>
-constexpr float kSlack = kHeads == 64 ? 8.f : 0.f;
-
-struct Plan {
-    int32_t pieces;                   // of a row: CTAs of a cluster
-    int32_t run, longer;              // tiles of a piece; so many first pieces have one more
-    int32_t window_tiles;             // of a row: of the list's columns, whatever its length
-    cutlass::FastDivmod head_blocks;  // of kHeads heads
-    Places main, window;
-};
-
 template <int kHeads>
 struct Worker {
-    static constexpr int kParts = few_rows::kParts<kHeads>;
     static constexpr int kFragment = kHeads / 2;
-    static constexpr int kRecords = kCopierRecords<kHeads>;
+    static constexpr int kRecords = kTile / kWarps;
     // Softmax: of a warpgroup's heads a thread has kEach records of one, kVector in a row.
     static constexpr int kEach = kHeads / 8, kLanes = kTile / kEach;
     static constexpr int kVector = kEach < 4 ? kEach : 4;
@@ -60,7 +48,7 @@ struct Worker {
     const int32_t row, first_head;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int group = warp / 4;
-    const int first_record = (warp - kFirstCopier<kHeads>)*kRecords;  // that the warp copies
+    const int first_record = warp * kRecords;  // that the warp copies
     int32_t window_length = 0, main_length = 0;
     int32_t next_slot = -1;  // first lanes: of a record of the tile that is copied next
     float out[kGroupPanels][kFragment] = {};
@@ -79,9 +67,8 @@ struct Worker {
         if (tile < plan.window_tiles) slots = p.window.slots, columns = p.window.columns;
         const int32_t entry = entry_of(tile);
         next_slot = -1;
-        if (copies() && lane < kRecords && entry < columns) next_slot = slots.row(row)[entry];
+        if (lane < kRecords && entry < columns) next_slot = slots.row(row)[entry];
     }
-    __device__ bool copies() const { return first_record >= 0 && first_record < kTile; }
     __device__ int32_t entry_of(int32_t tile) const {
         const int32_t in_list = tile < plan.window_tiles ? tile : tile - plan.window_tiles;
         return in_list * kTile + first_record + lane;
@@ -89,7 +76,6 @@ struct Worker {
 
     // Starts the copies of a tile whose slots were asked for.
     __device__ __forceinline__ void start_tile(int32_t tile) {
-        if (!copies()) return;
         const bool in_window = tile < plan.window_tiles;
         Places places = plan.main;
         if (in_window) places = plan.window;
@@ -186,7 +172,7 @@ struct Worker {
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, h));
         // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
         const float before = max;
-        if (largest > before + kSlack<kHeads>) max = largest;
+        if (largest > before) max = largest;
         const float base = max == -INFINITY ? 0.f : max;
         const float keep = exp2_approx(before - base);
         float total = 0.f;
@@ -368,34 +354,6 @@ struct Worker {
     }
 };
 
-// A thread's share of the queries, in paired order.
-template <int kHeads>
-struct Query {
-    static constexpr int kUnits = kHeadDim / kGroupDims, kEach = kThreads / kUnits;
-    uint4 units[kHeads / kEach];
-
-    __device__ __forceinline__ void load(const AttendParams& p, int32_t row, int32_t first_head) {
-        const int32_t head = first_head + threadIdx.x / kUnits;
-        const uint16_t* from = p.q.at(row, head) + threadIdx.x % kUnits * kGroupDims;
-#pragma unroll
-        for (int i = 0; i < kHeads / kEach; ++i) {
-            units[i] = make_uint4(0, 0, 0, 0);
-            if (head + i * kEach < p.heads)
-                units[i] =
-                    __ldg(reinterpret_cast<const uint4*>(from + i * kEach * p.q.head_stride));
-        }
-    }
-    __device__ __forceinline__ void store(Shared<kHeads>& shared) const {
-        const int unit = threadIdx.x % kUnits;
-#pragma unroll
-        for (int i = 0; i < kHeads / kEach; ++i) {
-            const int head = threadIdx.x / kUnits + i * kEach;
-            *reinterpret_cast<uint4*>(shared.q[unit / 8][0] + panel_offset(head, unit % 8)) =
-                paired_order(units[i]);
-        }
-    }
-};
-
 template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1)
     few_rows_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
@@ -409,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int32_t end = begin + plan.run + (piece < plan.longer);
     allow_dependents();
     if (threadIdx.x == 0) {
-        shared.arrived.init(kCopiers<kHeads>);
+        shared.arrived.init(kWarps);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -441,32 +399,48 @@ template <int kHeads>
 constexpr bool kFits = sizeof(Shared<kHeads>) <= 227 * 1024 &&
                        kHeads * kOutPitch * sizeof(float) <=
                            offsetof(Shared<kHeads>, logits) - offsetof(Shared<kHeads>, kv);
-static_assert(kFits<16> && kFits<32> && kFits<64>);
+static_assert(kFits<16>);
+
+// What takes a row with kHeads heads a CTA.
+template <int kHeads>
+struct KernelOf {
+    static constexpr auto kKernel = two_tiles::two_tiles_kernel<kHeads>;
+    static constexpr size_t kShared = sizeof(two_tiles::Shared<kHeads>);
+    static constexpr int32_t kMostPieces = two_tiles::kMostPieces<kHeads>;
+};
+template <>
+struct KernelOf<16> {
+    static constexpr auto kKernel = few_rows_kernel<16>;
+    static constexpr size_t kShared = sizeof(Shared<16>);
+    static constexpr int32_t kMostPieces = kLargestCluster;
+};
 
 template <int kHeads>
 cudaError_t launch_few_rows(const AttendParams& p, Plan plan, int32_t tiles, cudaStream_t stream) {
+    using Kernel = KernelOf<kHeads>;
     const int32_t blocks = (p.heads + kHeads - 1) / kHeads;
     plan.head_blocks = cutlass::FastDivmod(blocks);
+    plan.by_pieces = cutlass::FastDivmod(plan.pieces);
     plan.run = tiles / plan.pieces;
     plan.longer = tiles % plan.pieces;
-    return launch_clusters(few_rows_kernel<kHeads>, int64_t{p.rows} * blocks, plan.pieces, kThreads,
-                           sizeof(Shared<kHeads>), stream, p, plan);
+    return launch_clusters(Kernel::kKernel, int64_t{p.rows} * blocks, plan.pieces, kThreads,
+                           Kernel::kShared, stream, p, plan);
 }
 
 // CTAs of a row: as many as are resident at once with those of the other rows, less those which
 // would not shorten the longest run of tiles.
 template <int kHeads>
 int32_t pieces_of(const AttendParams& p, int32_t tiles) {
+    using Kernel = KernelOf<kHeads>;
     struct Resident {
         int clusters[kLargestCluster + 1] = {};
     };
     static const Resident resident = [] {
         Resident found;
-        constexpr size_t kShared = sizeof(Shared<kHeads>);
-        raise_limits(few_rows_kernel<kHeads>, kShared);
+        raise_limits(Kernel::kKernel, Kernel::kShared);
         for (int32_t size = 1; size <= kLargestCluster; ++size) {
-            const ClusterLaunch launch(1, size, kThreads, kShared);
-            if (cudaOccupancyMaxActiveClusters(&found.clusters[size], few_rows_kernel<kHeads>,
+            const ClusterLaunch launch(1, size, kThreads, Kernel::kShared);
+            if (cudaOccupancyMaxActiveClusters(&found.clusters[size], Kernel::kKernel,
                                                &launch.config) != cudaSuccess) {
                 cudaGetLastError();
                 found.clusters[size] = 0;
@@ -475,7 +449,7 @@ int32_t pieces_of(const AttendParams& p, int32_t tiles) {
         return found;
     }();
     const int64_t clusters = int64_t{p.rows} * ((p.heads + kHeads - 1) / kHeads);
-    int32_t pieces = std::clamp(tiles, 1, kLargestCluster);
+    int32_t pieces = std::clamp(tiles, 1, Kernel::kMostPieces);
     while (pieces > 1 && resident.clusters[pieces] < clusters) --pieces;
     const int32_t run = (tiles + pieces - 1) / pieces;
     return run > 0 ? (tiles + run - 1) / run : 1;
@@ -516,12 +490,13 @@ cudaError_t attend_few_rows(const AttendParams& p, int num_sms, cudaStream_t str
     using namespace few_rows;
     const auto tiles_of = [](int32_t records) { return (records + kTile - 1) / kTile; };
     Plan plan{
-        1, 0, 0, tiles_of(p.window.columns), {}, Places(p.main.pages), Places(p.window.pages)};
+        1, 0, 0, tiles_of(p.window.columns), {}, {}, Places(p.main.pages), Places(p.window.pages)};
     const int32_t tiles = plan.window_tiles + tiles_of(p.main.columns);
-    // The shape with the fewest cycles.
+    // The shape with the fewest cycles; lists without columns have the first.
     const Shape shapes[] = {shape_of<16>(p, tiles, num_sms), shape_of<32>(p, tiles, num_sms),
                             shape_of<64>(p, tiles, num_sms)};
-    const Shape& best = *std::min_element(std::begin(shapes), std::end(shapes));
+    const bool wide = plan.window_tiles <= two_tiles::kMostWindowTiles;
+    const Shape& best = *std::min_element(std::begin(shapes), std::end(shapes) - !wide);
     plan.pieces = best.pieces;
     if (best.heads == 16) return launch_few_rows<16>(p, plan, tiles, stream);
     if (best.heads == 32) return launch_few_rows<32>(p, plan, tiles, stream);

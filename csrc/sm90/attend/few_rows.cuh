@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+#include <cutlass/fast_math.h>
 
 #include <cstdint>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -12,6 +13,7 @@
 #include "core/schedule.h"
 #include "sm90/attend/dequant.cuh"
 #include "sm90/attend/few_heads.cuh"
+#include "sm90/attend/output.cuh"
 #include "sm90/common/wgmma.cuh"
 
 namespace flash_csa::sm90::few_rows {
@@ -28,19 +30,8 @@ inline constexpr int kPanels = kHeadDim / kPanelColumns;
 inline constexpr int kGroupPanels = kPanels / kGroups;
 static_assert(kGroupPanels == 2);
 
-// Logits: so many warpgroups take a part of the dims each. With 64 heads one reads the operands at
-// the rate of the tensor cores; what a part costs is 64 x 64 floats stored and read again.
-template <int kHeads>
-inline constexpr int kParts = kHeads == 64 ? 1 : kGroups;
-
-// Warps that start copies, and records of each: with 64 heads not those of the warpgroup that
-// multiplies for all, whose instructions wait behind its products.
-template <int kHeads>
-inline constexpr int kCopiers = kHeads == 64 ? 8 : kWarps;
-template <int kHeads>
-inline constexpr int kFirstCopier = kHeads == 64 ? 4 : 0;
-template <int kHeads>
-inline constexpr int kCopierRecords = kTile / kCopiers<kHeads>;
+// Logits: each warpgroup takes a part of the dims.
+inline constexpr int kParts = kGroups;
 
 // Floats between the logits of two heads, and between the outputs of two heads: an accumulator
 // fragment's two heads and eight rows lie in different banks.
@@ -54,17 +45,57 @@ struct Shared {
     float keep[kHeads];              // weight of the earlier tiles
     float max[kHeads], sum[kHeads];  // of all tiles
     float sink[kHeads];
-    uint8_t present[2][kCopiers<kHeads>];  // a bit per record, of tiles in turns
+    uint8_t present[2][kWarps];  // a bit per record, of tiles in turns
     cutlass::arch::ClusterTransactionBarrier arrived;
     // After the last tile kv and what follows hold the output: f32 [kHeads][kOutPitch].
     // kv: BF16 values * 2^-8, [panel][record][dim].
     alignas(1024) uint8_t kv[kPanels][kTile][kPanelRowBytes];
     uint8_t q[kPanels][kHeads][kPanelRowBytes];  // [panel][head][dim], paired dims
     uint8_t p[kHeads][kPanelRowBytes];           // weights [head][record]
-    float logits[kParts<kHeads>][kHeads][kLogitPitch];
+    float logits[kParts][kHeads][kLogitPitch];
     uint8_t raw[kTile * kWindow.bytes()];  // records as they are in memory
 
     __device__ float* out() { return reinterpret_cast<float*>(kv); }
+};
+
+inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+struct Plan {
+    int32_t pieces;                   // of a row: CTAs of a cluster
+    int32_t run, longer;              // tiles of a piece; so many first pieces have one more
+    int32_t window_tiles;             // of a row: of the list's columns, whatever its length
+    cutlass::FastDivmod head_blocks;  // of kHeads heads
+    cutlass::FastDivmod by_pieces;
+    Places main, window;
+};
+
+// A thread's share of the queries, in paired order.
+template <int kHeads>
+struct Query {
+    static constexpr int kUnits = kHeadDim / kGroupDims, kEach = kThreads / kUnits;
+    uint4 units[kHeads / kEach];
+
+    __device__ __forceinline__ void load(const AttendParams& p, int32_t row, int32_t first_head) {
+        const int32_t head = first_head + threadIdx.x / kUnits;
+        const uint16_t* from = p.q.at(row, head) + threadIdx.x % kUnits * kGroupDims;
+#pragma unroll
+        for (int i = 0; i < kHeads / kEach; ++i) {
+            units[i] = make_uint4(0, 0, 0, 0);
+            if (head + i * kEach < p.heads)
+                units[i] =
+                    __ldg(reinterpret_cast<const uint4*>(from + i * kEach * p.q.head_stride));
+        }
+    }
+    template <class Shared>
+    __device__ __forceinline__ void store(Shared& shared) const {
+        const int unit = threadIdx.x % kUnits;
+#pragma unroll
+        for (int i = 0; i < kHeads / kEach; ++i) {
+            const int head = threadIdx.x / kUnits + i * kEach;
+            *reinterpret_cast<uint4*>(shared.q[unit / 8][0] + panel_offset(head, unit % 8)) =
+                paired_order(units[i]);
+        }
+    }
 };
 
 // ---- Products
@@ -81,7 +112,6 @@ struct Atoms;
     };
 FCSA_FEW_ROWS_ATOMS(16)
 FCSA_FEW_ROWS_ATOMS(32)
-FCSA_FEW_ROWS_ATOMS(64)
 #undef FCSA_FEW_ROWS_ATOMS
 
 // d [64 records, kCols heads] (+)= kv [64, 16 dims] . q [kCols, 16 dims]^T.

@@ -1,0 +1,176 @@
+// Parts of few_rows.cu with 32 and 64 heads: what every block does before and after its products:
+// slots, copies of records, the query.
+#pragma once
+
+#include "sm90/attend/two_tiles.cuh"
+#include "sm90/common/cp_async.cuh"
+#include "sm90/common/dependents.cuh"
+#include "sm90/common/fresh.cuh"
+#include "sm90/common/prefetch.cuh"
+
+namespace flash_csa::sm90::few_rows::two_tiles {
+
+template <int kHeads>
+struct Copies {
+    static constexpr int kRecords = kCopierRecords;
+
+    const AttendParams& p;
+    const Plan& plan;
+    Shared<kHeads>& shared;
+    const int32_t row, first_head, piece;
+    const int32_t end;  // tiles, at least one: of the row's those from piece on every pieces-th
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int group = warp / 4;
+    const int first_record = (warp - kFirstCopier) * kRecords;  // that the warp copies
+    int32_t window_length = 0, main_length = 0;
+    int32_t second_slot, next_slot;  // first lanes: of a record of tile 1, of the next after it
+
+    __device__ Copies(const AttendParams& p, const Plan& plan, Shared<kHeads>& shared, int32_t row,
+                      int32_t head_block, int32_t piece)
+        : p(p),
+          plan(plan),
+          shared(shared),
+          row(row),
+          first_head(head_block * kHeads),
+          piece(piece),
+          end(plan.run + (piece < plan.longer)) {}
+
+    __device__ bool copies() const { return first_record >= 0 && first_record < kTile; }
+    __device__ bool in_window(int32_t tile) const {
+        return piece + tile * plan.pieces < plan.window_tiles;
+    }
+    __device__ int32_t entry_of(int32_t tile) const {
+        const int32_t in_row = piece + tile * plan.pieces;
+        const int32_t in_list = in_window(tile) ? in_row : in_row - plan.window_tiles;
+        return in_list * kTile + first_record + lane;
+    }
+
+    // Tiles take turns so that the last has the first place.
+    __device__ auto& kv_of(int32_t tile) const { return shared.kv[(end - 1 - tile) & 1]; }
+    // Its records, as they are in memory.
+    __device__ uint8_t* records_of(int32_t tile) const {
+        return tile == 0 ? shared.kv[end & 1][0][0] : shared.raw;
+    }
+
+    // Has the L2 fetch what lies at known places, whoever may still write it: the L2 is what all
+    // SMs see. Before the previous kernel has ended.
+    __device__ void prefetch() const {
+        constexpr int kLines = kHeadDim * 2 / 128;
+        const int32_t head = static_cast<int32_t>(threadIdx.x) / kLines;
+        if (head < kHeads && first_head + head < p.heads)
+            prefetch_l2(p.q.at(row, first_head + head) + threadIdx.x % kLines * 64);
+        if (warp == kWarps - 1) few_heads::prefetch_lists(p, row, lane);
+    }
+
+    // Where the slot of the lane's record of a tile is, whether it is within its list or not.
+    __device__ __forceinline__ const int32_t* slot_of(int32_t tile) const {
+        // Copies: parameters have no address to choose from.
+        Matrix<const int32_t> slots = p.main.slots;
+        int32_t columns = p.main.columns;
+        if (in_window(tile)) slots = p.window.slots, columns = p.window.columns;
+        const int32_t entry = entry_of(tile);
+        const bool asks = copies() && lane < kRecords && entry < columns;
+        return asks ? slots.row(row) + entry : nullptr;
+    }
+    static __device__ int32_t load_slot(const int32_t* at) { return at != nullptr ? *at : -1; }
+
+    // Starts the copies of a tile whose slots were asked for: zeros for a record that is not there.
+    __device__ __forceinline__ void start_tile(int32_t tile, int32_t slot) {
+        if (!copies()) return;
+        Places places = plan.main;
+        if (in_window(tile)) places = plan.window;
+        const bool there =
+            entry_of(tile) < (in_window(tile) ? window_length : main_length) && places.holds(slot);
+        const uint32_t present = __ballot_sync(~0u, there);
+        if (lane == 0) shared.present[tile & 3][first_record / kRecords] = present;
+        // Four lanes copy a record.
+        const uint64_t row = reinterpret_cast<uint64_t>(places.row(there ? slot : 0));
+        const uint64_t from = __shfl_sync(~0u, row, lane / 4) + lane % 4 * 16;
+        const bool mine_there = present >> lane / 4 & 1;
+        if (in_window(tile))
+            copy<RecordId::WindowFp8>(tile, from, mine_there);
+        else
+            copy<RecordId::MainFp4>(tile, from, mine_there);
+        cutlass::arch::cpasync_barrier_arrive_noinc(
+            reinterpret_cast<uint64_t*>(&shared.arrived[tile > 0]));
+    }
+    template <RecordId kId>
+    __device__ __forceinline__ void copy(int32_t tile, uint64_t from, bool there) const {
+        using Read = Reader<kId>;
+        constexpr int kChunks = Read::kRecord.bytes() / 16;
+        uint8_t* to = records_of(tile) + Read::place(first_record + lane / 4) + lane % 4 * 16;
+#pragma unroll
+        for (int i = 0; i < kChunks; i += 4)
+            if (i + lane % 4 < kChunks)
+                copy_16_async(to + i * 16, reinterpret_cast<const uint8_t*>(from) + i * 16, there);
+    }
+
+    // Records of the first tile and the query, behind the copies, for which everything waits. What
+    // is known before the previous kernel has ended is found before.
+    __device__ __forceinline__ void start(Query<kHeads>& query) {
+        const int32_t* const slots[] = {slot_of(0), slot_of(1), slot_of(2)};
+        prefetch();
+        wait_for_previous();
+        const int32_t first_slot = load_slot(slots[0]);
+        second_slot = load_slot(slots[1]);
+        next_slot = load_slot(slots[2]);
+        if (p.window.lengths != nullptr) window_length = p.window.lengths[row];
+        if (p.main.lengths != nullptr) main_length = p.main.lengths[row];
+        if (p.derotate_positions != nullptr && derotation(p, row) == nullptr)  // a padded row
+            window_length = main_length = 0;
+        start_tile(0, first_slot);
+        query.load(p, row, first_head);
+        const int32_t head = first_head + static_cast<int32_t>(threadIdx.x);
+        if (threadIdx.x < kHeads)
+            shared.sink[threadIdx.x] =
+                p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
+    }
+
+    // Units of 8 records and 128 dims (FP4) or 64 (FP8), from `unit` on every `step`.
+    template <RecordId kId>
+    __device__ __forceinline__ void dequantise(int32_t tile, int unit, int step) {
+        using Read = Reader<kId>;
+        constexpr int kHalves = Read::kSteps / 2;  // panels that a warp writes one by one
+        constexpr int kRows = kTile / 8, kUnits = kRows * kGroups * kHalves;
+        constexpr int kMost = (kUnits + kWarps - 5) / (kWarps - 4);
+        const uint8_t* records = records_of(tile);
+        const int lane = fresh(this->lane);
+        unit = fresh(unit);
+#pragma unroll
+        for (int i = 0; i < kMost; ++i, unit += step) {
+            if (unit >= kUnits) break;
+            const int r = unit % kRows * 8 + lane % 8, part = unit / kRows;
+            const int group = part / kHalves;
+            Read::write(records + Read::place(r), true, group, lane, part % kHalves, r,
+                        kv_of(tile)[kGroupPanels * group][0]);
+        }
+    }
+    __device__ __forceinline__ void dequantise(int32_t tile, int unit, int step) {
+        if (in_window(tile))
+            dequantise<RecordId::WindowFp8>(tile, unit, step);
+        else
+            dequantise<RecordId::MainFp4>(tile, unit, step);
+    }
+    // The first tile, by all, and the query. The copies of the second do not compete with them.
+    __device__ __forceinline__ void make_first(const Query<kHeads>& query) {
+        shared.arrived[0].wait(0);
+        if (end > 1) start_tile(1, second_slot);
+        dequantise(0, warp, kWarps);
+        query.store(shared);
+        cutlass::arch::fence_view_async_shared();
+        __syncthreads();
+    }
+    // The next tile, while one warpgroup multiplies.
+    __device__ __forceinline__ void make_next(int32_t tile) {
+        shared.arrived[1].wait((tile - 1) & 1);
+        wait_for_values(tile - 2);  // they were in the same place
+        dequantise(tile, warp - 4, kWarps - 4);
+        cutlass::arch::fence_view_async_shared();
+    }
+    // All warps have added a tile's values.
+    __device__ __forceinline__ void wait_for_values(int32_t tile) {
+        if (tile >= 0) shared.added.wait(tile & 1);
+    }
+};
+
+}  // namespace flash_csa::sm90::few_rows::two_tiles

@@ -1,0 +1,166 @@
+// Parts of few_rows.cu with 32 and 64 heads: how the CTAs of a row add up their outputs.
+//
+// A warp's output is cut into units, which are dealt out to the CTAs in turns. Each CTA scales its
+// own by what it weighs in the row, so that sums over all CTAs are the result, and sends them as
+// they are in its registers. The owner of a unit adds to its own those of the others, in a fixed
+// order.
+#pragma once
+
+#include "sm90/attend/two_tiles_copy.cuh"
+#include "sm90/common/cluster_sync.cuh"
+#include "sm90/common/exp2.cuh"
+#include "sm90/common/remote_store.cuh"
+
+namespace flash_csa::sm90::few_rows::two_tiles {
+
+template <int kHeads>
+struct Sharing : Copies<kHeads> {
+    using Base = Copies<kHeads>;
+    using Base::first_head, Base::lane, Base::p, Base::piece, Base::plan, Base::row, Base::shared,
+        Base::warp;
+    // A unit: 16 values of each lane, of which 24 bits are sent: what a cluster's network moves,
+    // pieces of 16 bytes, binds.
+    static constexpr int kVectors = 4, kSentVectors = 3;
+    static constexpr int kVectorBytes = 32 * sizeof(uint4);
+    static constexpr int kSentBytes = kSentVectors * kVectorBytes;
+    static constexpr int kUnits = kHeads * kHeadDim / (4 * kVectors * 32) / kWarps;
+    static constexpr int kRoundedBytes = 4 * kVectors * 32 * sizeof(uint16_t);
+
+    using Base::Base;
+
+    // Before the peers hear of this CTA.
+    __device__ void expect() {
+        const int units = (kUnits * kWarps - piece + plan.pieces - 1) / plan.pieces;
+        shared.levels_there.init(1);
+        shared.levels_there.arrive_and_expect_tx(plan.pieces * sizeof shared.levels[0]);
+        shared.received.init(1);
+        shared.received.arrive_and_expect_tx(units * (plan.pieces - 1) * kSentBytes);
+    }
+
+    // Tells the CTAs `to`, `to` + step .. the level of a head, which all tiles are in.
+    __device__ __forceinline__ void tell(int to, int step, int head, float max, float sum) {
+        const uint32_t level = __float_as_uint(max + __log2f(sum));
+        const uint32_t at = cute::cast_smem_ptr_to_uint(&shared.levels[piece][head]);
+        const uint32_t there = cute::cast_smem_ptr_to_uint(&shared.levels_there);
+        for (; to < plan.pieces; to += step) cute::store_shared_remote(level, at, there, to);
+    }
+
+    // What the output of a head is to be multiplied with; kLanes neighbours have the head.
+    template <int kLanes>
+    __device__ __forceinline__ void find_factor(int head, float max) {
+        shared.levels_there.wait(0);
+        constexpr int kEach = (kMostPieces<kHeads> + kLanes - 1) / kLanes;
+        float level[kEach], top = -INFINITY, total = 0.f;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int from = lane % kLanes + i * kLanes;
+            level[i] = from < plan.pieces ? shared.levels[from][head] : -INFINITY;
+            top = fmaxf(top, level[i]);
+        }
+#pragma unroll
+        for (int h = 1; h < kLanes; h *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, h));
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+            total += level[i] == -INFINITY ? 0.f : exp2_approx(level[i] - top);
+#pragma unroll
+        for (int h = 1; h < kLanes; h *= 2) total += __shfl_xor_sync(~0u, total, h);
+        __syncwarp();  // all have read
+        if (lane % kLanes != 0) return;
+        // A row without records gives 0 and +inf.
+        const bool empty = total == 0.f;
+        const float all = total + exp2_approx(fmaf(shared.sink[head], kLog2e, -top));
+        const float mine = max == -INFINITY ? 0.f : exp2_approx(max - top);
+        shared.levels[piece][head] = empty ? 0.f : __fdividef(mine * kTileFactor, all);
+        if (piece == 0 && p.lse && first_head + head < p.heads)
+            p.lse.row(row)[first_head + head] = empty ? INFINITY : (top + __log2f(total)) * kLn2;
+    }
+
+    // Three vectors keep their words, but for the last bytes, which are those of the fourth.
+    template <class Out>
+    static __device__ __forceinline__ void pack(Out& out, int unit, uint4 (&sent)[kSentVectors]) {
+        const float* rest = out.values(unit, kSentVectors);
+#pragma unroll
+        for (int v = 0; v < kSentVectors; ++v) {
+            const float* x = out.values(unit, v);
+            const auto word = [&](int i) {
+                return __byte_perm(__float_as_uint(x[i]), __float_as_uint(rest[i]), 0x3215 + v);
+            };
+            sent[v] = make_uint4(word(0), word(1), word(2), word(3));
+        }
+    }
+    template <class Out>
+    static __device__ __forceinline__ void add(Out& out, int unit, const uint4* sent) {
+        uint32_t words[kSentVectors][4];
+#pragma unroll
+        for (int v = 0; v < kSentVectors; ++v) {
+            const uint4 x = sent[v * 32];
+            words[v][0] = x.x, words[v][1] = x.y, words[v][2] = x.z, words[v][3] = x.w;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                out.values(unit, v)[i] += __uint_as_float(words[v][i] & 0xffffff00u);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            out.values(unit, kSentVectors)[i] += __uint_as_float(
+                __byte_perm(__byte_perm(words[0][i], words[1][i], 0x0400), words[2][i], 0x4210));
+    }
+
+    // Adds up the outputs of all CTAs. Out has the thread's values of unit j as values(j, 0..3),
+    // rounds them to rows of eight dims and says which these are.
+    template <class Out>
+    __device__ __forceinline__ void share(Out& out, const float* cos_sin) {
+        const int pieces = plan.pieces;
+        int at, first;  // of the warp's first unit: its place in the owner's inbox, its owner
+        plan.by_pieces(at, first, warp * kUnits);
+        const uint8_t* const inbox = shared.inbox();
+        int owner = first, place = at * pieces + piece;
+#pragma unroll
+        for (int j = 0; j < kUnits; ++j) {
+            if (owner != piece) {
+                const uint32_t to = peer_address(inbox + place * kSentBytes, owner);
+                const uint32_t there = peer_address(&shared.received, owner);
+                uint4 sent[kSentVectors];
+                pack(out, j, sent);
+#pragma unroll
+                for (int v = 0; v < kSentVectors; ++v)
+                    store_remote(to + v * kVectorBytes + lane * sizeof(uint4), sent[v], there);
+            }
+            if (++owner == pieces) owner = 0, place += pieces;
+        }
+        shared.received.wait(0);
+        // BF16, eight dims of a head behind each other, and from there to memory.
+        uint8_t* const rounded = shared.kv[0][0][0] + warp * kUnits * kRoundedBytes;
+        uint8_t* to = rounded;
+        const int first_mine = piece - first + (piece < first ? pieces : 0);
+        const uint8_t* from = inbox + (at + (piece < first)) * pieces * kSentBytes;
+        int mine = first_mine;
+#pragma unroll
+        for (int j = 0; j < kUnits; ++j) {
+            if (j != mine) continue;
+#pragma unroll 1
+            for (int i = 0; i < pieces - 1; ++i) {
+                const uint8_t* part = from + (i + (i >= piece)) * kSentBytes;
+                add(out, j, reinterpret_cast<const uint4*>(part) + lane);
+            }
+            out.round(j, to);
+            mine += pieces, from += pieces * kSentBytes, to += kRoundedBytes;
+        }
+        __syncwarp();
+        const uint8_t* eight_dims = rounded + lane * sizeof(uint4);
+#pragma unroll 1
+        for (int j = first_mine; j < kUnits; j += pieces) {
+#pragma unroll
+            for (int item = lane; item < kRoundedBytes / int{sizeof(uint4)}; item += 32) {
+                int head, group;
+                out.locate(j, item, head, group);
+                const uint4 x = *reinterpret_cast<const uint4*>(eight_dims);
+                if (first_head + head < p.heads)
+                    store_group(p.out_bf16.at(row, first_head + head), group, natural_order(x),
+                                cos_sin);
+                eight_dims += 32 * sizeof(uint4);
+            }
+        }
+    }
+};
+
+}  // namespace flash_csa::sm90::few_rows::two_tiles
