@@ -40,6 +40,7 @@ SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
     ({"start": (8190,), "rows": (2,), "pages": 1024}, "*select-*"),  # rows for clusters
     ({"index_heads": 64}, "index_*"),
     ({"heads": 64}, "attend-*"),
+    ({"start": tuple(range(31)), "rows": (1,) * 31, "pages": 5, "heads": 64}, "attend-*"),
     (SEVENTY | {"heads": 8}, "attend-*"),
     (SEVENTY | {"heads": 16}, "attend-*"),
     (SEVENTY | {"heads": 32}, "attend-*"),
