@@ -4,9 +4,9 @@
 //
 // A CTA takes pieces (pieces.cuh) of 64 heads, tiles of 64 records. Warpgroups:
 //   scores    logits q . k^T, softmax, columns 0..255 of the output
-//   values    columns 256..511; brings the queries of the next piece
+//   values    columns 256..511
 //   convert   records -> BF16 tile in shared memory (many_heads_convert.cuh)
-//   copy      finds the records and starts their copies (many_heads_copy.cuh)
+//   copy      finds the records, starts their copies, brings queries (many_heads_copy.cuh)
 //
 //   tile t   copy     |t + 2                                   |
 //            convert  |t + 1                       |t + 2      |
@@ -38,43 +38,6 @@ constexpr int kConvertRegisters = 88, kCopyRegisters = 144 - kConvertRegisters;
 static_assert(kScoreRegisters + kValueRegisters + kConvertRegisters + kCopyRegisters == 512);
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-// The values warpgroup fetches the queries of a piece, 16 bytes at a time; heads beyond the last
-// are zero. f(chunk, head, where it lies in shared memory).
-template <class F>
-__device__ __forceinline__ void each_query_chunk(Shared& shared, const F& f) {
-    constexpr int kChunks = kHeadDim / kGroupDims;
-    const int chunk = threadIdx.x % kChunks;
-    uint8_t* panel = shared.q + chunk / 8 * kTilePanelBytes;
-#pragma unroll 8
-    for (int head = threadIdx.x % kWarpgroup / kChunks; head < kHeadBlock;
-         head += kWarpgroup / kChunks)
-        f(chunk, head, panel + panel_offset(head, chunk % 8));
-}
-
-// Nobody reads the queries before any more.
-__device__ __forceinline__ void start_queries(const AttendParams& p, int32_t at, int32_t head_block,
-                                              Shared& shared) {
-    const int first_head = head_block * kHeadBlock;
-    const uint16_t* row = p.q.at(at, first_head);
-    each_query_chunk(shared, [&](int chunk, int head, uint8_t* to) {
-        const bool there = first_head + head < p.heads;
-        const uint16_t* from = row + (there ? head * p.q.head_stride : 0) + chunk * kGroupDims;
-        copy_16_async(to, from, there);
-    });
-}
-
-// Puts them into paired order, and takes the sign of the softmax scale into them.
-__device__ __forceinline__ void finish_queries(const AttendParams& p, Shared& shared) {
-    const uint32_t sign = p.softmax_scale < 0.f ? 0x80008000u : 0;
-    wait_for_copies();
-    each_query_chunk(shared, [&](int, int, uint8_t* at) {
-        uint4& x = *reinterpret_cast<uint4*>(at);
-        const uint4 y = paired_order(x);
-        x = make_uint4(y.x ^ sign, y.y ^ sign, y.z ^ sign, y.w ^ sign);
-    });
-    cutlass::arch::fence_view_async_shared();
-}
 
 // Online softmax of two heads per lane. Logits are in units of log 2. A maximum stands until
 // another exceeds it by kSlack: weights up to 2^kSlack round as well as those up to 1, and what was
@@ -279,8 +242,8 @@ __device__ __forceinline__ void start_values(Shared& shared, const Ring& ring, S
                  state.o);
 }
 
-// The tiles of a piece; at least one. The other warpgroup gets its share behind the products of
-// tile t + 1, so that it multiplies during the next softmax. The last tile is kept.
+// The tiles of a piece; at least one. A tile is given back before the products of the next one are
+// issued, which the conversion of the one after that is under. The last tile is kept.
 __device__ __forceinline__ void score_tiles(Shared& shared, int count, const RowPair& rows,
                                             float scale, Ring& ring, ScoreState& state) {
     const uint64_t q = uniform(k_major(shared.q));
@@ -291,8 +254,8 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, const Row
         Ring next = ring;
         next.advance();
         weigh(shared, ring, scale, state);
-        share_weights(shared, rows, state);
         start_values(shared, ring, state);
+        share_weights(shared, rows, state);
         cute::warpgroup_wait<0>();
         fence_registers(state.o.part);
         shared.tile_empty[ring.stage].arrive();
@@ -301,9 +264,10 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, const Row
         fence_registers(state.s);
         ring = next;
     }
+    shared.query_empty.arrive();
     weigh(shared, ring, scale, state);
-    share_weights(shared, rows, state);
     start_values(shared, ring, state);
+    share_weights(shared, rows, state);
     cute::warpgroup_wait<0>();
     fence_registers(state.o.part);
 }
@@ -328,16 +292,19 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         if (piece.row < 0) break;
         const int count = piece.end - piece.first;
         shared.query_full.wait(turn.number & 1);
-        if (count > 0) score_tiles(shared, count, rows, scale, ring, state);
+        if (count > 0)
+            score_tiles(shared, count, rows, scale, ring, state);
+        else
+            shared.query_empty.arrive();
         float* factor = shared.factor[turn.number & 1];
         Sums sums;
         sums.finish(p, cuts, piece, rows, state.softmax, factor);
         shared.factor_full.arrive();
         sums.store_lse(p, cuts, piece, rows, state.softmax);
         sync_warpgroup(0);
-        const Finished staged = stage<0>(cuts, plan, piece, factor,
-                                         count > 0 ? shared.kv[ring.stage] : nullptr, state.o);
-        store<0>(p, piece, staged, shared.kv[ring.stage]);
+        const Finished finished = stage<0>(cuts, plan, piece, factor,
+                                           count > 0 ? shared.kv[ring.stage] : nullptr, state.o);
+        store<0>(p, piece, finished, shared.kv[ring.stage]);
         if (count > 0) {
             shared.tile_empty[ring.stage].arrive();
             ring.advance();
@@ -356,13 +323,17 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
     uint32_t weights_parity = 0;
     Output o;
     const FirstRow first(plan);
-    // From before the first piece on, so that all queries come the same way.
-    for (int number = -1;; ++number) {
-        const PieceTurn turn{number}, following{number + 1};
-        const Piece& piece = shared.pieces[turn.at()];
-        const Piece& next = shared.pieces[following.at()];
-        const int count = number < 0 ? 0 : piece.end - piece.first;
+    if (first.known) {  // nobody has anything else to do yet
+        start_queries(p, first.row, first.head_block, threadIdx.x % kWarpgroup, shared);
+        finish_queries(p, threadIdx.x % kWarpgroup, shared);
+        shared.query_full.arrive();
+    }
+    for (PieceTurn turn;; ++turn.number) {
         o.clear();
+        shared.piece_full[turn.at()].wait(turn.parity());
+        const Piece& piece = shared.pieces[turn.at()];
+        if (piece.row < 0) break;
+        const int count = piece.end - piece.first;
         for (int tile = 0; tile < count; ++tile) {
             if (tile > 0) ring.advance();
             shared.tile_full[ring.stage].wait(ring.parity);
@@ -376,29 +347,17 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
             shared.weights_empty.arrive();
             if (tile + 1 < count) shared.tile_empty[ring.stage].arrive();
         }
-        // All products with the queries are there, as their probabilities were.
-        const bool early = number < 0 && first.known;
-        if (!early) shared.piece_full[following.at()].wait(following.parity());
-        const int32_t row = early ? first.row : next.row;
-        const bool fetch = early || (row >= 0 && next.first < next.end);
-        if (fetch) start_queries(p, row, early ? first.head_block : next.head_block, shared);
-        Finished finished = Finished::Partial;
-        if (number >= 0) {
-            shared.factor_full.wait(number & 1);
-            sync_warpgroup(1);
-            finished = stage<kHalf / kGroupDims>(cuts, plan, piece, shared.factor[number & 1],
-                                                 count > 0 ? shared.kv[ring.stage] : nullptr, o);
-        }
-        if (fetch) finish_queries(p, shared);
-        if (row >= 0) shared.query_full.arrive();
+        shared.factor_full.wait(turn.number & 1);
+        sync_warpgroup(1);
+        const Finished finished =
+            stage<kHalf / kGroupDims>(cuts, plan, piece, shared.factor[turn.number & 1],
+                                      count > 0 ? shared.kv[ring.stage] : nullptr, o);
         store<kHalf / kGroupDims>(p, piece, finished, shared.kv[ring.stage]);
         if (count > 0) {
             shared.tile_empty[ring.stage].arrive();
             ring.advance();
         }
-        if (number >= 0) shared.piece_empty[turn.at()].arrive();
-        if (early) shared.piece_full[0].wait(0);
-        if (next.row < 0) break;
+        shared.piece_empty[turn.at()].arrive();
     }
 }
 

@@ -6,7 +6,8 @@
 //   tile_empty   it was multiplied                      both consumers       -> converting warps
 //   piece_full   what the next piece is                 copying warp 0       -> both consumers
 //   piece_empty  it is done with                        both consumers       -> copying warp 0
-//   query_full   the queries of a piece                 values               -> scores
+//   query_full   the queries of a piece                 copying warps        -> scores
+//   query_empty  they are multiplied                    scores               -> copying warps
 //   weights_*    probabilities of a tile                scores               -> values, and back
 //   factor_full  from sums to outputs                   scores               -> values
 #pragma once
@@ -54,7 +55,7 @@ struct Shared {
     Barrier slot_empty[kSlots];
     Barrier tile_full[kStages], tile_empty[kStages];
     Barrier piece_full[kPieces], piece_empty[kPieces];
-    Barrier query_full;
+    Barrier query_full, query_empty;
     Barrier weights_full, weights_empty;
     Barrier factor_full;
 };
@@ -74,6 +75,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
         shared.piece_empty[i].init(kConsumers);
     }
     shared.query_full.init(kWarpgroup);
+    shared.query_empty.init(kWarpgroup);
     shared.weights_full.init(kWarpgroup);
     shared.weights_empty.init(kWarpgroup);
     shared.factor_full.init(kWarpgroup);

@@ -5,7 +5,8 @@
 // are where they follow each other in memory, as those of windows do: all are started by one lane,
 // from addresses that it gets from the others beforehand, so that copies are not a loop over lanes.
 //
-// Lists and queries of the next piece go to the L2 ahead.
+// The queries of a piece go into their place as soon as those before are multiplied. Lists and
+// queries are in the L2 by then.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -27,6 +28,43 @@ __device__ __forceinline__ void prefetch_lists(const AttendParams& p, int32_t ro
     const int at = thread * kEach;  // longer lists: their beginnings
     if (p.window.slots && at < p.window.columns) prefetch_l2(p.window.slots.row(row) + at);
     if (p.main.slots && at < p.main.columns) prefetch_l2(p.main.slots.row(row) + at);
+}
+
+// A thread's 16-byte chunks of the queries of a piece, of a warpgroup: f(chunk, head, where it lies
+// in shared memory).
+template <class F>
+__device__ __forceinline__ void each_query_chunk(int thread, Shared& shared, const F& f) {
+    constexpr int kChunks = kHeadDim / kGroupDims;
+    thread = fresh(thread);
+    const int chunk = thread % kChunks;
+    uint8_t* panel = shared.q + chunk / 8 * kTilePanelBytes;
+#pragma unroll 4
+    for (int head = thread / kChunks; head < kHeadBlock; head += kWarpgroup / kChunks)
+        f(chunk, head, panel + panel_offset(head, chunk % 8));
+}
+
+// Nobody reads the queries before any more. Heads beyond the last are zero.
+__device__ __forceinline__ void start_queries(const AttendParams& p, int32_t row,
+                                              int32_t head_block, int thread, Shared& shared) {
+    const int first_head = head_block * kHeadBlock;
+    const uint16_t* heads = p.q.at(row, first_head);
+    each_query_chunk(thread, shared, [&](int chunk, int head, uint8_t* to) {
+        const bool there = first_head + head < p.heads;
+        const uint16_t* from = heads + (there ? head * p.q.head_stride : 0);
+        copy_16_async(to, from + chunk * kGroupDims, there);
+    });
+}
+
+// Puts them into paired order, and takes the sign of the softmax scale into them.
+__device__ __forceinline__ void finish_queries(const AttendParams& p, int thread, Shared& shared) {
+    const uint32_t sign = p.softmax_scale < 0.f ? 0x80008000u : 0;
+    wait_for_copies();
+    each_query_chunk(thread, shared, [&](int, int, uint8_t* at) {
+        uint4& x = *reinterpret_cast<uint4*>(at);
+        const uint4 y = paired_order(x);
+        x = make_uint4(y.x ^ sign, y.y ^ sign, y.z ^ sign, y.w ^ sign);
+    });
+    cutlass::arch::fence_view_async_shared();
 }
 
 // One warp's state.
@@ -55,17 +93,33 @@ struct Copier {
             Located here = locate(piece.first, read(piece.first));
             int32_t listed = read(piece.first + 1);
             publish();
+            const bool brings = turn.number > 1 || !FirstRow(plan.splits).known;
+            if (brings && piece.first == piece.end) start_query();
             for (int32_t tile = piece.first; tile < piece.end; ++tile) {
-                copy_tile(piece.is_window(tile), here);
+                copy_tile(piece.is_window(tile), here, brings && tile == piece.first);
+                if (tile == piece.first) {
+                    if (brings) finish_query();
+                    prefetch_next();
+                }
                 here = locate(tile + 1, listed);
                 listed = read(tile + 2);
-                prefetch(piece.is_window(tile + 1), here);
-                if (tile == piece.first) prefetch_next();
             }
+            if (brings && piece.first == piece.end) finish_query();
         }
         piece.row = -1;
         publish();
         put_end();
+    }
+
+    // The queries of the piece, when those before are multiplied.
+    __device__ __forceinline__ void start_query() {
+        shared.query_empty.wait(turn.number & 1);  // of the piece before; the turn is one ahead
+        if (piece.first < piece.end)
+            start_queries(p, piece.row, piece.head_block, 32 * warp + lane, shared);
+    }
+    __device__ __forceinline__ void finish_query() {
+        if (piece.first < piece.end) finish_queries(p, 32 * warp + lane, shared);
+        shared.query_full.arrive();
     }
 
     // Says what the piece is.
@@ -134,53 +188,18 @@ struct Copier {
         return __ballot_sync(~0u, at == __shfl_up_sync(~0u, at, 1) + bytes);
     }
 
-    // FP8 records of the tile to come, into the L2: more bytes than slots hold have to be on their
-    // way to hide the latency of memory.
-    __device__ __forceinline__ void prefetch(bool window, const Located& at) const {
-        with_passes(kind(window), [&](auto passes) {
-            using Passes = decltype(passes);
-            if constexpr (Passes::kRecord.element == Element::E4M3) {
-                constexpr int kEach = Passes::kCopied;
-                constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
-                const uint8_t* from = at.page + at.offset * kEach;
-                const uint32_t present = __ballot_sync(~0u, at.there);
-                const uint32_t follows = joined(from, kEach);
-#pragma unroll 1
-                for (int first = 0; first < kWarpRecords; first += Passes::kRecords) {
-                    const uint32_t mine = present >> first & kAll;
-                    const bool run = mine == kAll && ((follows >> first | 1) & kAll) == kAll;
-                    const uint8_t* records[Passes::kRecords];
-#pragma unroll
-                    for (int i = 0; i < Passes::kRecords; ++i)
-                        records[i] = broadcast(from, first + i);
-                    if (cute::elect_one_sync()) {
-                        if (run) {
-                            cute::SM90_BULK_COPY_G2S::PREFETCH::copy(records[0],
-                                                                     Passes::kRecords * kEach);
-                        } else {
-#pragma unroll
-                            for (int i = 0; i < Passes::kRecords; ++i)
-                                if ((mine >> i & 1) != 0)
-                                    cute::SM90_BULK_COPY_G2S::PREFETCH::copy(records[i], kEach);
-                        }
-                    }
-                    __syncwarp();
-                }
-            }
-        });
-    }
-
     static __device__ __forceinline__ const uint8_t* broadcast(const uint8_t* x, int lane) {
         return reinterpret_cast<const uint8_t*>(
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(x), lane));
     }
 
-    __device__ __forceinline__ void copy_tile(bool window, const Located& at) {
-        with_passes(kind(window), [&](auto passes) { copy_records<decltype(passes)>(window, at); });
+    __device__ __forceinline__ void copy_tile(bool window, const Located& at, bool brings) {
+        with_passes(kind(window),
+                    [&](auto passes) { copy_records<decltype(passes)>(window, at, brings); });
     }
 
     template <class Passes>
-    __device__ __forceinline__ void copy_records(bool window, const Located& at) {
+    __device__ __forceinline__ void copy_records(bool window, const Located& at, bool brings) {
         constexpr bool kApart = Passes::kRecord.order == PageOrder::PageSplit;
         constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
         constexpr int kEach = Passes::kCopied;  // also the distance of neighbours in memory
@@ -216,6 +235,9 @@ struct Copier {
                 cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
             else
                 full.arrive();
+            // Both slots are on their way: a third one would wait for the tiles of the piece
+            // before.
+            if (brings && first + Passes::kRecords == kMostRecords) start_query();
         }
     }
 
