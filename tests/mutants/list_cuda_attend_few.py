@@ -51,4 +51,23 @@ MUTANTS = (
         "__byte_perm(low, high, selector)",
         "the intrinsic clears the bits of a selector that ask for a sign",
     ),
+    Mutant(
+        1661,
+        "attend",
+        "outputs scaled before the factors are there",
+        "sm90/attend/few_heads_values.cuh",
+        "finish_head(row, thread());\n        sync();\n",
+        "finish_head(row, thread());\n",
+        "the warps that have factors wait for nobody",
+        test="tests/test_attend_maxima.py::test_levels_of_many_rows",
+    ),
+    Mutant(
+        1662,
+        "attend",
+        "last partial tile of a list left out",
+        "sm90/attend/few_heads.cuh",
+        "count = window + static_cast<int32_t>((list.main + kTile - 1) / kTile);",
+        "count = window + static_cast<int32_t>(list.main / kTile);",
+        "lists are whole tiles in benchmarks",
+    ),
 )

@@ -1,4 +1,4 @@
-"""Faults of the kernels of index_scores for odd page sizes and for FP8 keys."""
+"""Faults of the kernel of index_scores for odd page sizes."""
 
 from mutants.mutant import Mutant
 

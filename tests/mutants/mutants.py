@@ -45,6 +45,14 @@ KINDS: dict[str, dict[str, tuple[int, ...]]] = {
         "wrong scale group": (1402,),
         "pool without the newest block": (1507,),
     },
+    "attend": {
+        "missing barrier or wait": (1661,),
+        "last tile": (1610, 1662),
+        "mask of an absent slot": (1603, 1643, 1651),
+        "sink twice": (1606, 1649),
+        "weights of an older maximum": (1605, 1641, 1644, 1652, 1653),
+        "scale of the next group": (1685,),
+    },
 }
 
 
