@@ -40,6 +40,16 @@ def test_pieces_without_records(columns, records, device):
         assert (out[0] == 0).all() and (lse[0] == torch.inf).all()
 
 
+@pytest.mark.parametrize("lengths", [(0,), (1,), (0, 0, 0, 1, 1)])
+def test_short_rows_follow_each_other(lengths, device):
+    """Rows of one tile or none, several for each worker: none runs ahead of those who end it."""
+    cycle = [lengths[i % len(lengths)] for i in range(540)]
+    case = random_case(heads=64, lengths=cycle, window=None, width=8)
+    results = run(case, device, dtype=torch.bfloat16)
+    assert_close(case, *results)
+    assert same(results, run(case, device, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("record", ["MainFp4", "MixedFp8"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_contiguous_lists_of_all_lengths(record, batch_invariant, device):

@@ -296,6 +296,12 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
             score_tiles(shared, count, rows, scale, ring, state);
         else
             shared.query_empty.arrive();
+        // The values are done with the piece before, however short both are: two ahead, the parity
+        // that they wait for would be the old one again.
+        if (turn.number > 0) {
+            const PieceTurn before{turn.number - 1};
+            shared.piece_empty[before.at()].wait(before.parity());
+        }
         float* factor = shared.factor[turn.number & 1];
         Sums sums;
         sums.finish(p, cuts, piece, rows, state.softmax, factor);

@@ -5,7 +5,8 @@
 //   tile_full    a BF16 tile is there                   converting warps     -> both consumers
 //   tile_empty   it was multiplied                      both consumers       -> converting warps
 //   piece_full   what the next piece is                 copying warp 0       -> both consumers
-//   piece_empty  it is done with                        both consumers       -> copying warp 0
+//   piece_empty  it is done with                        both consumers       -> copying warp 0,
+//                                                                             and scores
 //   query_full   the queries of a piece                 copying warps        -> scores
 //   query_empty  they are multiplied                    scores               -> copying warps
 //   weights_*    probabilities of a tile                scores               -> values, and back
