@@ -97,4 +97,23 @@ MUTANTS = (
         "the schedule was asked for invariance, and seems to see to it",
         "Batch invariance",
     ),
+    Mutant(
+        1613,
+        "attend",
+        "a slot read that is still to come",
+        "sm90/attend/many_heads_convert.cuh",
+        "shared.slots[slot.at], lane, codes);",
+        "shared.slots[slot.at ^ 1], lane, codes);",
+        "of two slots, the other one's turn",
+    ),
+    Mutant(
+        1614,
+        "attend",
+        "a sink that counts twice where heads are many",
+        "sm90/attend/many_heads.cu",
+        "sum += exp2f(fmaf(sink, kLog2e, -softmax.max[h]));",
+        "sum += 2.f * exp2f(fmaf(sink, kLog2e, -softmax.max[h]));",
+        "one for the window, one for the selection",
+        "Sink really used",
+    ),
 )

@@ -4,6 +4,16 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        1411,
+        "index",
+        "hidden entries of the newest block are scored",
+        "sm90/index/pool_scores.cuh",
+        "return n_vis - blocks[i] * kPoolBlock;",
+        "return n_vis > blocks[i] * kPoolBlock ? kPoolBlock : 0;",
+        "a block is whole",
+        "Candidate pinning and shortage",
+    ),
+    Mutant(
         1412,
         "index",
         "of equal scores in a pool, the later entries win",
