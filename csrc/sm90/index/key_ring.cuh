@@ -210,6 +210,10 @@ __device__ __forceinline__ void prepare_scales(const Pieces& pieces, const Segme
         stage.folds = folds;
     }
     __syncwarp();
+    // In the order of the units: a group that had no part in the unit before in this stage (every
+    // third of a ring of four) would take that one's phase for this one's.
+    const bool first = at.stage == 0;
+    ring.ready[first ? ring.num_stages - 1 : at.stage - 1].wait(at.phase ^ (first ? 1 : 0));
     ring.ready[at.stage].arrive();
 }
 
