@@ -205,7 +205,9 @@ struct Weigher {
 
     // Maxima and sums of a run.
     __device__ __forceinline__ void put_totals() {
-        if (warp == 0) shared.totals_empty.wait(totals_parity);
+        // All warps, as a run without tiles lets them meet nowhere else: warp 0 may still read what
+        // they are about to replace.
+        shared.totals_empty.wait(totals_parity);
         totals_parity ^= 1;
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
