@@ -14,6 +14,7 @@
 #include "sm90/attend/dequant.cuh"
 #include "sm90/attend/few_heads.cuh"
 #include "sm90/attend/output.cuh"
+#include "sm90/common/exp2.cuh"
 #include "sm90/common/wgmma.cuh"
 
 namespace flash_csa::sm90::few_rows {
@@ -194,5 +195,45 @@ struct Reader<RecordId::WindowFp8> {
             e4m3_paired(codes.z, codes.w, factor);
     }
 };
+
+// What earlier tiles are worth beside a tile, and the sum of its weights.
+struct Weighed {
+    float keep, total;
+};
+
+// Online softmax of a head: of the tile's logits this lane has kEach, by kVector neighbours from
+// record_of(i) on, and kLanes lanes have them all. Weights go to their place in [heads, records].
+template <int kLanes, int kVector, int kEach, class RecordOf>
+__device__ __forceinline__ Weighed weigh_head(const float (&x)[kEach], int head, uint8_t* weights,
+                                              float& max, const RecordOf& record_of) {
+    float largest = x[0];
+#pragma unroll
+    for (int i = 1; i < kEach; ++i) largest = fmaxf(largest, x[i]);
+#pragma unroll
+    for (int h = 1; h < kLanes; h *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, h));
+    // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
+    const float before = max;
+    if (largest > before) max = largest;
+    const float base = max == -INFINITY ? 0.f : max;
+    const float keep = exp2_approx(before - base);
+    float total = 0.f;
+#pragma unroll
+    for (int i = 0; i < kEach; i += kVector) {
+        const int r = record_of(i);
+        uint32_t packed[kVector / 2];
+#pragma unroll
+        for (int e = 0; e < kVector; e += 2) {
+            const float a = exp2_approx(x[i + e] - base), b = exp2_approx(x[i + e + 1] - base);
+            total += a + b;
+            packed[e / 2] = pack_bf16(a, b);
+        }
+        uint8_t* to = weights + panel_offset(head, r / 8) + r % 8 * 2;
+        if constexpr (kVector == 4)
+            *reinterpret_cast<uint2*>(to) = make_uint2(packed[0], packed[1]);
+        else
+            *reinterpret_cast<uint32_t*>(to) = packed[0];
+    }
+    return {keep, total};
+}
 
 }  // namespace flash_csa::sm90::few_rows

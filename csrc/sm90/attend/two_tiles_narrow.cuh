@@ -70,34 +70,8 @@ struct Narrow : Sharing<kHeads> {
             for (int e = 0; e < kVector; ++e)
                 x[i + e] = there >> e & 1 ? values[e] * scale : -INFINITY;
         }
-        float largest = x[0];
-#pragma unroll
-        for (int i = 1; i < kEach; ++i) largest = fmaxf(largest, x[i]);
-#pragma unroll
-        for (int h = 1; h < kLanes; h *= 2)
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, h));
-        // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
-        const float before = max;
-        if (largest > before) max = largest;
-        const float base = max == -INFINITY ? 0.f : max;
-        const float keep = exp2_approx(before - base);
-        float total = 0.f;
-#pragma unroll
-        for (int i = 0; i < kEach; i += kVector) {
-            const int r = record_of(i);
-            uint32_t packed[kVector / 2];
-#pragma unroll
-            for (int e = 0; e < kVector; e += 2) {
-                const float a = exp2_approx(x[i + e] - base), b = exp2_approx(x[i + e + 1] - base);
-                total += a + b;
-                packed[e / 2] = pack_bf16(a, b);
-            }
-            uint8_t* to = shared.p[0] + panel_offset(head, r / 8) + r % 8 * 2;
-            if constexpr (kVector == 4)
-                *reinterpret_cast<uint2*>(to) = make_uint2(packed[0], packed[1]);
-            else
-                *reinterpret_cast<uint32_t*>(to) = packed[0];
-        }
+        const auto [keep, total] = weigh_head<kLanes, kVector>(x, head, shared.p[0], max,
+                                                               [&](int i) { return record_of(i); });
         sum = fmaf(sum, keep, total);
         if (threadIdx.x % kLanes == 0) shared.keep[head] = keep;
         return keep != 1.f;
