@@ -32,6 +32,7 @@ SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
     ({"start": (0,), "rows": (300,), "pages": 3}, "index_select-restrict"),  # a pool from a scan
     ({"start": (8190,), "rows": (2,), "pages": 1024}, "*select-*"),  # rows for clusters
     ({"index_heads": 64}, "index_*"),
+    ({"start": (1000,), "rows": (1,), "pages": 126, "index_heads": 32}, "index_*"),  # the only row
     ({"heads": 64}, "attend-*"),
     ({"start": tuple(range(31)), "rows": (1,) * 31, "pages": 5, "heads": 64}, "attend-*"),
     (SEVENTY | {"heads": 8}, "attend-*"),
