@@ -36,15 +36,16 @@ __device__ __forceinline__ bool load_entry(const ConstPages& index, int32_t slot
     return true;
 }
 
-__global__ void __launch_bounds__(kThreads) index_scores_kernel(IndexScoresParams p, Plan plan) {
+__global__ void __launch_bounds__(kThreads, 6)
+    index_scores_kernel(const __grid_constant__ IndexScoresParams p, Plan plan) {
     using Head = Fp4::Head;
     extern __shared__ uint4 shared_bytes[];
     Columns* sColumns = reinterpret_cast<Columns*>(shared_bytes);  // [kMaxRows]
     Head* sHeads = reinterpret_cast<Head*>(sColumns + kMaxRows);   // [rows, heads]
     static_assert(kMaxRows * sizeof(Columns) % alignof(Head) == 0);
     const int thread = threadIdx.x;
-    const int64_t first_row = int64_t{blockIdx.x} / plan.slices * plan.rows;
-    const int32_t slice = blockIdx.x % plan.slices;
+    const int32_t slice = blockIdx.x % static_cast<uint32_t>(plan.slices);
+    const int64_t first_row = int64_t{blockIdx.x / static_cast<uint32_t>(plan.slices)} * plan.rows;
     const int32_t rows = static_cast<int32_t>(min(int64_t{plan.rows}, p.batch.rows - first_row));
     if (thread < rows) {
         sColumns[thread] = columns_of(p, p.index.page_size, p.columns, first_row + thread);
