@@ -210,19 +210,17 @@ __device__ __forceinline__ void prepare_scales(const Pieces& pieces, const Segme
         stage.folds = folds;
     }
     __syncwarp();
-    // In the order of the units: a group that had no part in the unit before in this stage (every
-    // third of a ring of four) would take that one's phase for this one's.
-    const bool first = at.stage == 0;
-    ring.ready[first ? ring.num_stages - 1 : at.stage - 1].wait(at.phase ^ (first ? 1 : 0));
     ring.ready[at.stage].arrive();
 }
 
 // ---- Feeder
 
-constexpr int kFeeders = 4;  // warps
+constexpr int kFeeders = 3;  // warps
 
 // One warp: all its units of a list. The ring holds as many of each feeder, so that one waits for
-// stages in the order in which it filled them. Copies run ahead, by no more than the feeder's share
+// stages in the order in which it filled them. There are as many feeders as groups of consumers, so
+// that a stage always has the same groups: one that had no part in a stage's last unit would take
+// that one's phase for its own unit's. Copies run ahead, by no more than the feeder's share
 // of the ring: before a copy waits for a stage, the scales of the unit in it must be ready.
 __device__ __forceinline__ void feed_keys(const IndexScoresParams& p, const WorkList& list,
                                           const KeyRing& ring, UnitTurn& copy_turn,

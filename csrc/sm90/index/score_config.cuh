@@ -7,7 +7,7 @@
 namespace flash_csa::sm90 {
 
 constexpr int kSmemOptIn = 227 * 1024;
-static_assert(kPlanners == 32 * kFeeders);
+static_assert(kPlanners >= 32 * kFeeders);
 constexpr int kConsumerRegisters = 144, kFeederRegisters = 80;  // 128 at the launch
 constexpr int kGroupThreads = 128;
 constexpr int kTileKeys = 64;  // M of an MMA
@@ -33,6 +33,7 @@ struct ScoreConfig {
     static constexpr bool kOne = kRows == Rows::kOne;
     static constexpr int kHeads = kHeads_;  // a block of a row: heads are padded to it
     static constexpr int kGroups = 3;       // of consumer warps
+    static_assert(kGroups == kFeeders, "a group has a part in every unit of a stage, or in none");
     static constexpr int kConsumers = kGroups * kGroupThreads;
     static constexpr int kThreads = kConsumers + kPlanners;
     // N of an MMA with groups apart: two blocks of four accumulators are in flight.

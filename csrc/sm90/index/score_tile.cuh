@@ -2,7 +2,7 @@
 // (score_single.cuh has the others): FP4 keys from pages against the queries of a group, final FP32
 // scores handed to a sink.
 //
-// Warps: groups of four take passes of kPassKeys keys in turn; four feeders behind them bring the
+// Warps: groups of four take passes of kPassKeys keys in turn; three feeders behind them bring the
 // keys (key_ring.cuh). Keys are the M rows of MMA tiles, their codes in registers; queries are N.
 // Units whose scales allow it go to score_one.cuh, score_quads.cuh (three rows or more) or
 // score_folded.cuh, the others to score_groups.cuh: the bits are those of core/scoring.h either
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             shared.fixed->list_full.arrive();
             shared.fixed->list_full.wait(phase);
             if (work.last < 0) break;
-            feed_keys(p, work, shared.ring, copies, scales);
+            if (warp < kFirstFeeder + kFeeders) feed_keys(p, work, shared.ring, copies, scales);
             shared.fixed->list_empty.arrive();
             shared.fixed->list_empty.wait(phase);
         }
