@@ -563,6 +563,7 @@ EMPTY_SCENES = {
     "no requests": {"start": (), "rows": (), "padding": 0},
     "padding alone": {"start": (), "rows": (), "padding": 2},
     "no pages": {"pages": 0},
+    "no rows of long tables": {"start": (3, 0), "rows": (0, 0), "padding": 0, "pages": 9},
 }
 
 

@@ -59,12 +59,13 @@ inline void check_pools_apart(const Check& check, const SelectParams& p) {
 // A row has a column for every position that the table, or the pool, can name.
 inline void check_columns(const Check& check, const char* label, const Tensor& t,
                           const PoolView& pool, const BlockTable& table, int64_t page_size) {
+    const bool in_pool = pool.width > 0;  // also where there are no rows, and so no blocks
     const int64_t needed =
-        pool.blocks ? int64_t{pool.width} * kPoolBlock : int64_t{table.columns} * page_size;
+        in_pool ? int64_t{pool.width} * kPoolBlock : int64_t{table.columns} * page_size;
     check.require(t.size(1) >= needed,
                   std::string(label) + " must have at least " + std::to_string(needed) +
                       " columns (" +
-                      (pool.blocks ? "8 * pool blocks" : "block_table columns * page size") +
+                      (in_pool ? "8 * pool blocks" : "block_table columns * page size") +
                       "), got " + std::to_string(t.size(1)));
 }
 
