@@ -3,16 +3,17 @@
 //   in   q [R, H, 512], window and main records, lists        out  out, lse
 //
 // A persistent CTA takes rows in turns, or runs of a row's tiles where rows are cut (`splits`).
-// Its five warpgroups meet at barriers in shared memory, at which all lanes arrive. Other head
-// counts are padded to the next of 8, 16, 32. Per tile of 64 records (a list starts a new tile)
+// Its five or six warpgroups meet at barriers in shared memory, at which all lanes arrive. Other
+// head counts are padded to the next of 8, 16, 32. Per tile of 64 records (a list starts a new
+// tile)
 //
 //   copies    (1) find the records, a warp 16 of them, and copy them into the ring of the warps
 //             that convert them; between rows, the next query into shared memory
 //   convert   (2) each half of the dims, codes -> BF16 fragments in registers: logits^T [64
 //             records, heads] += records . q^T; the fragments are also stored in the tile
 //   softmax   (1) weights, from the sum of both halves
-//   values    (1) out^T [512 dims, heads] += records^T . p^T from the tile; after the last tile of
-//             a row, the output
+//   values    (1; 16 heads: 2, each half of the dims) out^T [512 dims, heads] += records^T . p^T
+//             from the tile; after the last tile of a row, the output
 //
 // Heads are N of both products, and both leave a thread the same heads: what rescales a column of
 // out^T is known where it is needed. Floor: the bytes of the records and those of shared memory;
@@ -34,55 +35,61 @@ namespace few_heads {
 template <int kHeads>
 __device__ __forceinline__ void start(Shared<kHeads>& shared) {
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread == 0) {
-        for (int w = 0; w < kWarps; ++w) {
-            for (int i = 0; i < kSlots<kHeads>; ++i) {
-                shared.slot_full[w][i].init(2 * 32);  // copies, and what is stored beside them
-                shared.slot_empty[w][i].init(kConvertGroups * 32);
-            }
-        }
+    if (thread < kWarps * kSlots<kHeads>) {
+        const int w = thread / kSlots<kHeads>, i = thread % kSlots<kHeads>;
+        shared.slot_full[w][i].init(2 * 32);  // copies, and what is stored beside them
+        shared.slot_empty[w][i].init(kConvertGroups * 32);
+        cutlass::arch::fence_barrier_init();
+    } else if (thread == kGroupThreads) {
         for (int i = 0; i < kTiles; ++i) {
             shared.tile_full[i].init(kConvertGroups * kGroupThreads);
-            shared.tile_empty[i].init(kGroupThreads);
+            shared.tile_empty[i].init(kValueThreads<kHeads>);
             shared.weights_full[i].init(kGroupThreads);
         }
         shared.logits_empty.init(kGroupThreads);
         shared.totals_full.init(32);
-        shared.totals_empty.init(kGroupThreads);
+        shared.totals_empty.init(kValueThreads<kHeads>);
         for (int i = 0; i < kQueries<kHeads>; ++i) {
             shared.row_full[i].init(kGroupThreads);
-            shared.row_empty[i].init((kConvertGroups + 2) * kGroupThreads);
+            shared.row_empty[i].init((kGroups<kHeads> - 1) * kGroupThreads);
         }
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
 }
 
-// Registers of a thread, of 5 * 96 for one of each warpgroup.
-inline constexpr uint32_t kLaunchRegisters = 96;
+// Registers of a thread of each group. At the launch all have the same number, and no more in all.
 template <int kHeads>
-inline constexpr uint32_t kConvertRegisters = kHeads == 32 ? 80 : 112;
+struct Registers;
+template <>
+struct Registers<8> {
+    static constexpr uint32_t kConvert = 112, kSoftmax = 64, kValues = 88, kCopy = 88;
+};
+template <>
+struct Registers<16> {
+    static constexpr uint32_t kConvert = 88, kSoftmax = 64, kValues = 80, kCopy = 80;
+};
+template <>
+struct Registers<32> {
+    static constexpr uint32_t kConvert = 80, kSoftmax = 72, kValues = 168, kCopy = 80;
+};
 template <int kHeads>
-inline constexpr uint32_t kSoftmaxRegisters = kHeads == 32 ? 72 : 64;
-template <int kHeads>
-inline constexpr uint32_t kValuesRegisters = kHeads == 32   ? 168
-                                             : kHeads == 16 ? 112
-                                                            : 88;
-template <int kHeads>
-inline constexpr uint32_t kCopyRegisters = kHeads == 32   ? 80
-                                           : kHeads == 16 ? 80
-                                                          : 88;
+inline constexpr uint32_t kLaunchRegisters = kHeads == 16 ? 80 : 96;
 
-template <uint32_t kCount>
+template <int kHeads, uint32_t kCount>
 __device__ __forceinline__ void set_registers() {
-    if constexpr (kCount > kLaunchRegisters)
+    using R = Registers<kHeads>;
+    static_assert(kConvertGroups * R::kConvert + R::kSoftmax + kValueGroups<kHeads> * R::kValues +
+                      R::kCopy <=
+                  kGroups<kHeads> * kLaunchRegisters<kHeads>);
+    if constexpr (kCount > kLaunchRegisters<kHeads>)
         cutlass::arch::warpgroup_reg_alloc<kCount>();
     else
         cutlass::arch::warpgroup_reg_dealloc<kCount>();
 }
 
 template <int kHeads>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads<kHeads>, 1)
     few_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     auto& shared = *reinterpret_cast<Shared<kHeads>*>(bytes);
@@ -93,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int lane = threadIdx.x % 32;
     // While the kernel before ends: what is asked for here is read by nobody.
     const int32_t row = static_cast<int32_t>(blockIdx.x) / plan.splits;
-    if (group > kConvertGroups + 1) {
+    if (group == kGroups<kHeads> - 1) {
         if (warp == 0) prefetch_lists(p, row, lane);
         if (warp == 1) prefetch_query(p, row, lane);
     } else if (group == kConvertGroups + 1 && plan.splits == 1) {
@@ -102,17 +109,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     wait_for_previous();
     if (group < kConvertGroups) {
-        set_registers<kConvertRegisters<kHeads>>();
+        set_registers<kHeads, Registers<kHeads>::kConvert>();
         Converter<kHeads>{shared, group, warp, lane}.work(plan.items);
     } else if (group == kConvertGroups) {
-        set_registers<kSoftmaxRegisters<kHeads>>();
+        set_registers<kHeads, Registers<kHeads>::kSoftmax>();
         Weigher<kHeads>{shared, p.softmax_scale * (kTileFactor * kLog2e), warp, lane}.work(
             plan.items);
-    } else if (group == kConvertGroups + 1) {
-        set_registers<kValuesRegisters<kHeads>>();
-        Adder<kHeads>{p, plan, shared, warp, lane}.work();
+    } else if (group < kGroups<kHeads> - 1) {
+        set_registers<kHeads, Registers<kHeads>::kValues>();
+        Adder<kHeads>{p, plan, shared, group - kConvertGroups - 1, warp, lane}.work();
     } else {
-        set_registers<kCopyRegisters<kHeads>>();
+        set_registers<kHeads, Registers<kHeads>::kCopy>();
         Copier<kHeads>{p, plan, shared, warp, lane}.work();
     }
 }
@@ -124,7 +131,7 @@ cudaError_t launch_few_heads(const AttendParams& p, int num_sms, cudaStream_t st
     const int32_t items = p.rows * splits;
     const Plan plan{splits, items, Places(p.main.pages), Places(p.window.pages)};
     return launch_after(few_heads_kernel<kHeads>, blocks_for(items < num_sms ? items : num_sms, 1),
-                        kThreads, sizeof(Shared<kHeads>), stream, p, plan);
+                        kThreads<kHeads>, sizeof(Shared<kHeads>), stream, p, plan);
 }
 
 }  // namespace few_heads

@@ -26,11 +26,18 @@
 
 namespace flash_csa::sm90::few_heads {
 
-// Warpgroups: two convert, each half of the dims of a tile; then one each for the softmax, the
-// values and the copies.
+// Warpgroups: two convert, each half of the dims of a tile; then one for the softmax, one or two
+// for the values, each a part of the dims, and one for the copies.
 inline constexpr int kConvertGroups = 2;
+template <int kHeads>
+inline constexpr int kValueGroups = kHeads == 16 ? 2 : 1;
+template <int kHeads>
+inline constexpr int kGroups = kConvertGroups + 1 + kValueGroups<kHeads> + 1;
 inline constexpr int kGroupThreads = 128;
-inline constexpr int kThreads = (kConvertGroups + 3) * kGroupThreads;
+template <int kHeads>
+inline constexpr int kThreads = kGroups<kHeads> * kGroupThreads;
+template <int kHeads>
+inline constexpr int kValueThreads = kValueGroups<kHeads> * kGroupThreads;
 inline constexpr int kWarps = kGroupThreads / 32;  // of a warpgroup
 
 inline constexpr int kTile = kAttendTile;

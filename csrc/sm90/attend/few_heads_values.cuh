@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_transposed(const uint8_t* from, uint32_t (&
 // A partial result in the workspace: out^T fragments as the threads hold them, then maxima, sums.
 template <int kHeads>
 struct Partial {
-    float4 out[kPanels * kFragment<kHeads> / 4][kGroupThreads];
+    float4 out[kPanels * kFragment<kHeads> / 4 / kValueGroups<kHeads>][kValueThreads<kHeads>];
     float max[kHeads];
     float sum[kHeads];
 };
@@ -234,22 +234,25 @@ template <int kHeads>
 struct Adder {
     static constexpr int kCols = kColumns<kHeads>;
     static constexpr int kFrag = kFragment<kHeads>;
+    static constexpr int kOwnPanels = kPanels / kValueGroups<kHeads>;
     using Shared = few_heads::Shared<kHeads>;
 
     const AttendParams& p;
     const Plan& plan;
     Shared& shared;
-    const int warp, lane;
+    const int group, warp, lane;
     Turn<kTiles> tile;
     Turn<kQueries<kHeads>> query_at;
     uint32_t totals_parity = 0;
-    float out[kPanels][kFrag];
+    float out[kOwnPanels][kFrag];
 
     __device__ __forceinline__ void sync() const {
-        cutlass::arch::NamedBarrier::sync(kGroupThreads, 1);
+        cutlass::arch::NamedBarrier::sync(kValueThreads<kHeads>, 1);
     }
     // Computed where they are used: there are few registers beside the output.
-    __device__ __forceinline__ int thread() const { return 32 * warp + fresh(lane); }
+    __device__ __forceinline__ int thread() const {
+        return kGroupThreads * group + 32 * warp + fresh(lane);
+    }
     __device__ __forceinline__ int head_of(int c) const {
         return c / 2 * 8 + 2 * (fresh(lane) % 4) + c % 2;
     }
@@ -277,7 +280,7 @@ struct Adder {
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < kPanels * kFrag; ++i) out[i / kFrag][i % kFrag] = 0.f;
+        for (int i = 0; i < kOwnPanels * kFrag; ++i) out[i / kFrag][i % kFrag] = 0.f;
     }
 
     __device__ __forceinline__ void rescale() {
@@ -285,21 +288,22 @@ struct Adder {
         for (int c = 0; c < kCols; ++c) {
             const float keep = shared.keep[tile.at][head_of(c)];
 #pragma unroll
-            for (int i = 0; i < 2 * kPanels; ++i) out[i / 2][c / 2 * 4 + i % 2 * 2 + c % 2] *= keep;
+            for (int i = 0; i < 2 * kOwnPanels; ++i)
+                out[i / 2][c / 2 * 4 + i % 2 * 2 + c % 2] *= keep;
         }
     }
 
     // A warp takes 16 dims of every panel, chunks 2 w and 2 w + 1.
     __device__ __forceinline__ void add_tile() {
         const int record = lane / 16 * 8 + lane % 8;
-        const uint8_t* kv =
-            shared.kv[tile.at][0][0] + panel_offset(record, 2 * warp + lane / 8 % 2);
+        const uint8_t* kv = shared.kv[tile.at][kOwnPanels * group][0] +
+                            panel_offset(record, 2 * warp + lane / 8 % 2);
 #pragma unroll
         for (int k = 0; k < kTile / 16; ++k) {
             uint32_t b[kHeads / 8][2];
             load_weights(k, b);
 #pragma unroll
-            for (int panel = 0; panel < kPanels; ++panel) {
+            for (int panel = 0; panel < kOwnPanels; ++panel) {
                 FragmentA a;
                 load_transposed(kv + panel * kPanelBytes + 16 * k * kPanelRowBytes, a);
 #pragma unroll
@@ -334,7 +338,7 @@ struct Adder {
     __device__ __forceinline__ void store_partial(Partial<kHeads>& to) const {
         const float* values = out[0];
 #pragma unroll
-        for (int i = 0; i < kPanels * kFrag / 4; ++i)
+        for (int i = 0; i < kOwnPanels * kFrag / 4; ++i)
             to.out[i][thread()] =
                 make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
         if (thread() >= kHeads) return;
@@ -383,7 +387,7 @@ struct Adder {
         }
         float* values = out[0];
 #pragma unroll
-        for (int k = 0; k < kPanels * kFrag / 4; ++k) {
+        for (int k = 0; k < kOwnPanels * kFrag / 4; ++k) {
             const float4 x = __ldcg(&part.out[k][thread()]);
             const int c = 4 * k % kFrag / 4 * 2;
             values[4 * k] = fmaf(weight[c], x.x, values[4 * k]);
@@ -409,12 +413,12 @@ struct Adder {
             const float factor = shared.factor[head];
             uint16_t* to = p.out_bf16.at(row, head);
 #pragma unroll
-            for (int s = 0; s < 2; ++s) {
+            for (int i = 0; i < kOwnPanels / 4; ++i) {
                 uint2 part[2];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int at = c / 2 * 4 + 2 * r + c % 2;
-                    const auto value = [&](int i) { return out[4 * s + i][at] * factor; };
+                    const auto value = [&](int at_dim) { return out[4 * i + at_dim][at] * factor; };
                     part[r] =
                         make_uint2(pack_bf16(value(0), value(1)), pack_bf16(value(2), value(3)));
                 }
@@ -425,10 +429,8 @@ struct Adder {
                 const uint4 x = odd ? make_uint4(other.x, other.y, mine.x, mine.y)
                                     : make_uint4(mine.x, mine.y, other.x, other.y);
                 if (head >= p.heads) continue;
-                if (s == 0)
-                    store_group(to, unit, x, nullptr);  // no rotated dims
-                else
-                    store_group(to, 32 + unit, x, cos_sin);
+                const int half = kOwnPanels / 4 * group + i;
+                store_group(to, 32 * half + unit, x, half == 0 ? nullptr : cos_sin);
             }
         }
     }
