@@ -112,7 +112,9 @@ struct Worker {
         for (int step = 0; step < Read::kSteps; ++step) {
             const int r = Read::row(warp % 4, lane, step);
             const bool there = shared.present[tile & 1][r / kRecords] >> r % kRecords & 1;
-            Read::write(shared.raw + Read::place(r), there, group, lane, step, r, kv);
+            Codes codes = Read::read(shared.raw + Read::place(r), group, lane, step);
+            if (!there) codes = {};
+            Read::write(codes, lane, step, r, kv);
         }
     }
 
@@ -164,8 +166,8 @@ struct Worker {
             for (int e = 0; e < kVector; ++e)
                 x[i + e] = there >> e & 1 ? x[i + e] * scale : -INFINITY;
         }
-        const auto [keep, total] = weigh_head<kLanes, kVector>(x, head, shared.p[0], max,
-                                                               [&](int i) { return record_of(i); });
+        const auto [keep, total] = weigh_head<kLanes, kVector>(
+            x, max, [&](int i) { return weight_place(shared.p[0], head, record_of(i)); });
         sum = fmaf(sum, keep, total);
         if (threadIdx.x % kLanes == 0) shared.keep[head] = keep;
         return keep != 1.f;
@@ -376,22 +378,32 @@ constexpr bool kFits = sizeof(Shared<kHeads>) <= 227 * 1024 &&
 static_assert(kFits<16>);
 
 // What takes a row with kHeads heads a CTA.
-template <int kHeads>
-struct KernelOf {
-    static constexpr auto kKernel = two_tiles::two_tiles_kernel<kHeads>;
-    static constexpr size_t kShared = sizeof(two_tiles::Shared<kHeads>);
-    static constexpr int32_t kMostPieces = two_tiles::kMostPieces<kHeads>;
+template <class Worker>
+struct TwoTiles {
+    static constexpr auto kKernel = two_tiles::two_tiles_kernel<Worker>;
+    static constexpr size_t kShared = sizeof(typename Worker::Shared);
+    static constexpr int32_t kMostPieces = Worker::Shared::kMostPieces;
 };
+template <int kHeads>
+struct KernelOf;
 template <>
 struct KernelOf<16> {
     static constexpr auto kKernel = few_rows_kernel<16>;
     static constexpr size_t kShared = sizeof(Shared<16>);
     static constexpr int32_t kMostPieces = kLargestCluster;
 };
+template <>
+struct KernelOf<32> : TwoTiles<two_tiles::Narrow<32>> {};
+template <>
+struct KernelOf<64> : TwoTiles<two_tiles::Wide> {};
+struct Once : TwoTiles<two_tiles::Once> {
+    static bool takes(const Plan& plan, int32_t tiles) {
+        return plan.pieces <= kMostPieces && tiles <= 2 * plan.pieces;
+    }
+};
 
-template <int kHeads>
+template <int kHeads, class Kernel = KernelOf<kHeads>>
 cudaError_t launch_few_rows(const AttendParams& p, Plan plan, int32_t tiles, cudaStream_t stream) {
-    using Kernel = KernelOf<kHeads>;
     const int32_t blocks = (p.heads + kHeads - 1) / kHeads;
     plan.head_blocks = cutlass::FastDivmod(blocks);
     plan.by_pieces = cutlass::FastDivmod(plan.pieces);
@@ -473,6 +485,8 @@ cudaError_t attend_few_rows(const AttendParams& p, int num_sms, cudaStream_t str
     const Shape& best = *std::min_element(std::begin(shapes), std::end(shapes) - !wide);
     plan.pieces = best.pieces;
     if (best.heads == 16) return launch_few_rows<16>(p, plan, tiles, stream);
+    if (best.heads == 32 && Once::takes(plan, tiles))
+        return launch_few_rows<32, Once>(p, plan, tiles, stream);
     if (best.heads == 32) return launch_few_rows<32>(p, plan, tiles, stream);
     return launch_few_rows<64>(p, plan, tiles, stream);
 }

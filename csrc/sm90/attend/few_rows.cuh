@@ -133,8 +133,15 @@ __device__ __forceinline__ void multiply_values(uint64_t kv, uint64_t p, float (
 
 // ---- Records
 
-// A warpgroup's 128 dims of a tile's records: units of 16 bytes of codes. Eight lanes of a warp
-// have the same unit of eight records: these lie, as read and as written, in different banks.
+// A unit of a record: 16 bytes of codes with their scales.
+struct Codes {
+    uint4 codes;
+    uint32_t scales;
+};
+
+// A warpgroup's 128 dims of a tile's records, in units. Eight lanes of a warp have the same unit of
+// eight records: these lie, as read and as written, in different banks.
+
 template <RecordId kId>
 struct Reader;
 
@@ -151,14 +158,16 @@ struct Reader<RecordId::MainFp4> {
     static __device__ __forceinline__ int row(int warp, int lane, int step) {
         return 16 * warp + 8 * step + lane % 8;
     }
-    static __device__ __forceinline__ void write(const uint8_t* at, bool there, int group, int lane,
-                                                 int, int row, uint8_t* kv) {
+    static __device__ __forceinline__ Codes read(const uint8_t* at, int group, int lane, int) {
         const int unit = lane / 8;
-        uint4 codes = *reinterpret_cast<const uint4*>(at + 64 * group + 16 * unit);
-        uint32_t scales =
-            *reinterpret_cast<const uint16_t*>(at + kRecord.data_bytes + 8 * group + 2 * unit);
-        if (!there) codes = make_uint4(0, 0, 0, 0), scales = 0;
-        const uint2 factor = e4m3_factors(scales);
+        return {*reinterpret_cast<const uint4*>(at + 64 * group + 16 * unit),
+                *reinterpret_cast<const uint16_t*>(at + kRecord.data_bytes + 8 * group + 2 * unit)};
+    }
+    static __device__ __forceinline__ void write(const Codes& from, int lane, int, int row,
+                                                 uint8_t* kv) {
+        const int unit = lane / 8;
+        const uint4& codes = from.codes;
+        const uint2 factor = e4m3_factors(from.scales);
         uint8_t* panel = kv + unit / 2 * (kTile * kPanelRowBytes);
         const auto put = [&](int chunk, uint4 values) {
             *reinterpret_cast<uint4*>(panel + panel_offset(row, unit % 2 * 4 + chunk)) = values;
@@ -180,14 +189,16 @@ struct Reader<RecordId::WindowFp8> {
     static __device__ __forceinline__ int row(int warp, int lane, int step) {
         return 16 * warp + 8 * (step / 2) + lane % 8;
     }
-    static __device__ __forceinline__ void write(const uint8_t* at, bool there, int group, int lane,
-                                                 int step, int row, uint8_t* kv) {
+    static __device__ __forceinline__ Codes read(const uint8_t* at, int group, int lane, int step) {
         const int unit = lane / 8;  // of the panel step % 2
-        uint4 codes =
-            *reinterpret_cast<const uint4*>(at + 128 * group + 64 * (step % 2) + 16 * unit);
-        uint32_t scale = at[kRecord.data_bytes + 4 * group + 2 * (step % 2) + unit / 2];
-        if (!there) codes = make_uint4(0, 0, 0, 0), scale = 0;
-        const uint32_t factor = ue8m0_factor(scale);
+        return {*reinterpret_cast<const uint4*>(at + 128 * group + 64 * (step % 2) + 16 * unit),
+                at[kRecord.data_bytes + 4 * group + 2 * (step % 2) + unit / 2]};
+    }
+    static __device__ __forceinline__ void write(const Codes& from, int lane, int step, int row,
+                                                 uint8_t* kv) {
+        const int unit = lane / 8;
+        const uint4& codes = from.codes;
+        const uint32_t factor = ue8m0_factor(from.scales);
         uint8_t* panel = kv + step % 2 * (kTile * kPanelRowBytes);
         *reinterpret_cast<uint4*>(panel + panel_offset(row, 2 * unit)) =
             e4m3_paired(codes.x, codes.y, factor);
@@ -196,16 +207,21 @@ struct Reader<RecordId::WindowFp8> {
     }
 };
 
+// Of a record of a tile, in [heads, records].
+__device__ __forceinline__ uint8_t* weight_place(uint8_t* weights, int head, int record) {
+    return weights + panel_offset(head, record / 8) + record % 8 * 2;
+}
+
 // What earlier tiles are worth beside a tile, and the sum of its weights.
 struct Weighed {
     float keep, total;
 };
 
 // Online softmax of a head: of the tile's logits this lane has kEach, by kVector neighbours from
-// record_of(i) on, and kLanes lanes have them all. Weights go to their place in [heads, records].
-template <int kLanes, int kVector, int kEach, class RecordOf>
-__device__ __forceinline__ Weighed weigh_head(const float (&x)[kEach], int head, uint8_t* weights,
-                                              float& max, const RecordOf& record_of) {
+// x[i] on, and kLanes lanes have them all. Their weights go to place_of(i).
+template <int kLanes, int kVector, int kEach, class PlaceOf>
+__device__ __forceinline__ Weighed weigh_head(const float (&x)[kEach], float& max,
+                                              const PlaceOf& place_of) {
     float largest = x[0];
 #pragma unroll
     for (int i = 1; i < kEach; ++i) largest = fmaxf(largest, x[i]);
@@ -219,7 +235,6 @@ __device__ __forceinline__ Weighed weigh_head(const float (&x)[kEach], int head,
     float total = 0.f;
 #pragma unroll
     for (int i = 0; i < kEach; i += kVector) {
-        const int r = record_of(i);
         uint32_t packed[kVector / 2];
 #pragma unroll
         for (int e = 0; e < kVector; e += 2) {
@@ -227,7 +242,7 @@ __device__ __forceinline__ Weighed weigh_head(const float (&x)[kEach], int head,
             total += a + b;
             packed[e / 2] = pack_bf16(a, b);
         }
-        uint8_t* to = weights + panel_offset(head, r / 8) + r % 8 * 2;
+        uint8_t* to = place_of(i);
         if constexpr (kVector == 4)
             *reinterpret_cast<uint2*>(to) = make_uint2(packed[0], packed[1]);
         else

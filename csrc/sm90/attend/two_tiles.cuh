@@ -18,37 +18,31 @@ inline constexpr int kPanelBytes = kTile * kPanelRowBytes;
 inline constexpr int kCopiers = 8, kFirstCopier = 4;
 inline constexpr int kCopierRecords = kTile / kCopiers;
 
-template <int kHeads>
-struct Logits {
-    float of[kHeads][kLogitPitch];
-};
-template <>
-struct Logits<64> {};  // are nowhere but in registers
-
-// Records of the first tile come to where the second tile will be, those of the others to `raw`:
-// two tiles are on their way at the start. With 64 heads a tile of the window takes p as well,
-// which is free as long as there are no weights: so it may only be one of the first two.
+// With 64 heads a tile of the window takes p as well, which is free as long as there are no
+// weights, and records of the first tile come straight into registers: so the window may only be
+// the first two tiles of a CTA.
 inline constexpr int kMostWindowTiles = 2;
 
-// CTAs of a row, as many as the shared memory has levels for.
 template <int kHeads>
-inline constexpr int kMostPieces = kHeads == 64 ? 5 : kLargestCluster;
+struct Shared;
 
-template <int kHeads>
-struct Shared {
-    static constexpr int kWindowBytes = kTile * kWindow.bytes();
-    static constexpr int kRawBytes = kWindowBytes - (kHeads == 64 ? 64 * kPanelRowBytes : 0);
+// Records of the first tile come to where the second tile will be, those of the others to `raw`:
+// two tiles are on their way at the start.
+template <>
+struct Shared<32> {
+    static constexpr int kHeads = 32;
+    static constexpr int32_t kMostPieces = kLargestCluster;
 
     // BF16 values * 2^-8 of two tiles in turns, [panel][record][dim]. The last is the first here.
     alignas(1024) uint8_t kv[2][kPanels][kTile][kPanelRowBytes];
-    uint8_t q[kPanels][kHeads][kPanelRowBytes];       // [panel][head][dim], paired dims
-    alignas(1024) uint8_t raw[kRawBytes];             // records as they are in memory
-    alignas(1024) uint8_t p[kHeads][kPanelRowBytes];  // weights [head][record]
-    Logits<kHeads> logits;
+    uint8_t q[kPanels][kHeads][kPanelRowBytes];          // [panel][head][dim], paired dims
+    alignas(1024) uint8_t raw[kTile * kWindow.bytes()];  // records as they are in memory
+    alignas(1024) uint8_t p[kHeads][kPanelRowBytes];     // weights [head][record]
+    float logits[kHeads][kLogitPitch];
     float keep[kHeads];  // weight of the earlier tiles
     float sink[kHeads];
     // Maximum + log2 of the sum, of all CTAs; in the end what this CTA's output is multiplied with.
-    float levels[kMostPieces<kHeads>][kHeads];
+    float levels[kMostPieces][kHeads];
     alignas(8) uint8_t present[4][kCopiers];   // a bit per record, of tiles in turns
     cutlass::arch::ClusterBarrier arrived[2];  // the first tile, the others
     cutlass::arch::ClusterTransactionBarrier levels_there, received;
@@ -57,11 +51,32 @@ struct Shared {
     // What this CTA adds up, from when the logits of the last tile are known.
     __device__ uint8_t* inbox() { return kv[1][0][0]; }
 };
+
+template <>
+struct Shared<64> {
+    static constexpr int kHeads = 64, kCopiers = 4;
+    static constexpr int32_t kMostPieces = 5;  // as many as there is memory for levels of
+
+    alignas(1024) uint8_t kv[2][kPanels][kTile][kPanelRowBytes];
+    uint8_t q[kPanels][kHeads][kPanelRowBytes];
+    alignas(1024) uint8_t raw[kTile * kWindow.bytes() - kHeads * kPanelRowBytes];
+    alignas(1024) uint8_t p[kHeads][kPanelRowBytes];
+    float keep[kHeads];
+    float sink[kHeads];
+    float levels[kMostPieces][kHeads];
+    alignas(8) uint8_t present[4][kTile / 8];
+    cutlass::arch::ClusterTransactionBarrier arrived;  // tiles after the first
+    cutlass::arch::ClusterTransactionBarrier levels_there, received;
+    cutlass::arch::ClusterBarrier added;
+
+    __device__ uint8_t* inbox() { return kv[1][0][0]; }
+};
+
 // Units of all CTAs, of 1536 bytes; there may be one more than a CTA's share.
-template <int kHeads>
-constexpr bool kFits = sizeof(Shared<kHeads>) <= 227 * 1024 &&
-                       kHeads * kHeadDim * 3 + (kMostPieces<kHeads> - 1) * 1536 <=
-                           offsetof(Shared<kHeads>, p) - sizeof(Shared<kHeads>::kv) / 2;
-static_assert(kFits<32> && kFits<64>);
+template <class Shared>
+constexpr bool kFits = sizeof(Shared) <= 227 * 1024 &&
+                       Shared::kHeads * kHeadDim * 3 + (Shared::kMostPieces - 1) * 1536 <=
+                           offsetof(Shared, p) - sizeof(Shared::kv) / 2;
+static_assert(kFits<Shared<32>> && kFits<Shared<64>>);
 
 }  // namespace flash_csa::sm90::few_rows::two_tiles

@@ -1,5 +1,5 @@
-// Parts of few_rows.cu with 32 and 64 heads: what every block does before and after its products:
-// slots, copies of records, the query.
+// Parts of few_rows.cu with 32 and 64 heads: what every block does before its products: slots,
+// records into registers or shared memory, the query.
 #pragma once
 
 #include "sm90/attend/two_tiles.cuh"
@@ -10,23 +10,22 @@
 
 namespace flash_csa::sm90::few_rows::two_tiles {
 
-template <int kHeads>
-struct Copies {
-    static constexpr int kRecords = kCopierRecords;
+// A CTA's part of a row.
+template <int kHeads, class SharedMemory>
+struct Part {
+    using Shared = SharedMemory;
 
     const AttendParams& p;
     const Plan& plan;
-    Shared<kHeads>& shared;
+    Shared& shared;
     const int32_t row, first_head, piece;
     const int32_t end;  // tiles, at least one: of the row's those from piece on every pieces-th
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int group = warp / 4;
-    const int first_record = (warp - kFirstCopier) * kRecords;  // that the warp copies
     int32_t window_length = 0, main_length = 0;
-    int32_t second_slot, next_slot;  // first lanes: of a record of tile 1, of the next after it
 
-    __device__ Copies(const AttendParams& p, const Plan& plan, Shared<kHeads>& shared, int32_t row,
-                      int32_t head_block, int32_t piece)
+    __device__ Part(const AttendParams& p, const Plan& plan, Shared& shared, int32_t row,
+                    int32_t head_block, int32_t piece)
         : p(p),
           plan(plan),
           shared(shared),
@@ -35,21 +34,15 @@ struct Copies {
           piece(piece),
           end(plan.run + (piece < plan.longer)) {}
 
-    __device__ bool copies() const { return first_record >= 0 && first_record < kTile; }
-    __device__ bool in_window(int32_t tile) const {
-        return piece + tile * plan.pieces < plan.window_tiles;
+    __device__ int32_t in_row(int32_t tile) const { return piece + tile * plan.pieces; }
+    __device__ bool in_window(int32_t tile) const { return in_row(tile) < plan.window_tiles; }
+    // Of its list: where a tile begins.
+    __device__ int32_t first_entry(int32_t tile) const {
+        return (in_window(tile) ? in_row(tile) : in_row(tile) - plan.window_tiles) * kTile;
     }
-    __device__ int32_t entry_of(int32_t tile) const {
-        const int32_t in_row = piece + tile * plan.pieces;
-        const int32_t in_list = in_window(tile) ? in_row : in_row - plan.window_tiles;
-        return in_list * kTile + first_record + lane;
-    }
-
-    // Tiles take turns so that the last has the first place.
-    __device__ auto& kv_of(int32_t tile) const { return shared.kv[(end - 1 - tile) & 1]; }
-    // Its records, as they are in memory.
-    __device__ uint8_t* records_of(int32_t tile) const {
-        return tile == 0 ? shared.kv[end & 1][0][0] : shared.raw;
+    __device__ bool is_there(int32_t tile, int32_t entry, const Places& places,
+                             int32_t slot) const {
+        return entry < (in_window(tile) ? window_length : main_length) && places.holds(slot);
     }
 
     // Has the L2 fetch what lies at known places, whoever may still write it: the L2 is what all
@@ -62,25 +55,117 @@ struct Copies {
         if (warp == kWarps - 1) few_heads::prefetch_lists(p, row, lane);
     }
 
-    // Where the slot of the lane's record of a tile is, whether it is within its list or not.
-    __device__ __forceinline__ const int32_t* slot_of(int32_t tile) const {
+    // Where the slot of an entry of a tile's list is, whether it is within its length or not.
+    __device__ __forceinline__ const int32_t* slot_of(int32_t tile, int32_t entry,
+                                                      bool asks) const {
         // Copies: parameters have no address to choose from.
         Matrix<const int32_t> slots = p.main.slots;
         int32_t columns = p.main.columns;
         if (in_window(tile)) slots = p.window.slots, columns = p.window.columns;
-        const int32_t entry = entry_of(tile);
-        const bool asks = copies() && lane < kRecords && entry < columns;
-        return asks ? slots.row(row) + entry : nullptr;
+        return asks && entry < columns ? slots.row(row) + entry : nullptr;
     }
     static __device__ int32_t load_slot(const int32_t* at) { return at != nullptr ? *at : -1; }
+
+    // ---- Records straight into registers: a thread has units of one record of a tile, which are
+    // dealt to two warps.
+
+    using Units = Codes[4];
+    using Kv = uint8_t[kPanels][kTile][kPanelRowBytes];
+
+    __device__ int unit_record() const { return warp % 8 * 8 + lane % 8; }
+    __device__ __forceinline__ const int32_t* slot_of_unit(int32_t tile) const {
+        return slot_of(tile, first_entry(tile) + unit_record(), tile < end);
+    }
+    __device__ __forceinline__ void load_units(int32_t tile, int32_t slot, Units& units) const {
+        Places places = plan.main;
+        if (in_window(tile)) places = plan.window;
+        const bool there = is_there(tile, first_entry(tile) + unit_record(), places, slot);
+        const uint32_t present = __ballot_sync(~0u, there);
+        if (warp < kTile / 8 && lane == 0)
+            shared.present[tile][warp] = static_cast<uint8_t>(present);
+        for (Codes& codes : units) codes = {};
+        if (!there) return;
+        const uint8_t* from = places.row(slot);
+        if (in_window(tile)) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                units[i] = Reader<RecordId::WindowFp8>::read(from, i, lane, warp / 8);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                units[i] = Reader<RecordId::MainFp4>::read(from, warp / 8 + 2 * i, lane, 0);
+        }
+    }
+    __device__ __forceinline__ void write_units(int32_t tile, const Units& units, Kv& kv) const {
+        const int lane = fresh(this->lane), r = unit_record();
+        if (in_window(tile)) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                Reader<RecordId::WindowFp8>::write(units[i], lane, warp / 8, r,
+                                                   kv[kGroupPanels * i][0]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                Reader<RecordId::MainFp4>::write(units[i], lane, 0, r,
+                                                 kv[kGroupPanels * (warp / 8 + 2 * i)][0]);
+        }
+    }
+
+    __device__ __forceinline__ void load_lengths() {
+        if (p.window.lengths != nullptr) window_length = p.window.lengths[row];
+        if (p.main.lengths != nullptr) main_length = p.main.lengths[row];
+        if (p.derotate_positions != nullptr && derotation(p, row) == nullptr)  // a padded row
+            window_length = main_length = 0;
+    }
+    // The query and the sinks, behind the records, for which everything waits.
+    __device__ __forceinline__ void load_query(Query<kHeads>& query) const {
+        query.load(p, row, first_head);
+        const int32_t head = first_head + static_cast<int32_t>(threadIdx.x);
+        if (threadIdx.x < kHeads)
+            shared.sink[threadIdx.x] =
+                p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
+    }
+};
+
+template <int kHeads>
+struct Copies : Part<kHeads, Shared<kHeads>> {
+    using Base = Part<kHeads, Shared<kHeads>>;
+    using Base::end, Base::in_window, Base::lane, Base::plan, Base::shared, Base::warp;
+    using Loaded = Query<kHeads>;
+    static constexpr int kRecords = kCopierRecords;
+
+    const int first_record = (warp - kFirstCopier) * kRecords;  // that the warp copies
+    int32_t second_slot, next_slot;  // first lanes: of a record of tile 1, of the next after it
+
+    using Base::Base;
+
+    __device__ void init() const {
+        for (auto& barrier : shared.arrived) barrier.init(kCopiers * 32);
+        shared.added.init(kThreads);
+    }
+
+    __device__ bool copies() const { return first_record >= 0 && first_record < kTile; }
+    __device__ int32_t entry_of(int32_t tile) const {
+        return this->first_entry(tile) + first_record + lane;
+    }
+
+    // Tiles take turns so that the last has the first place.
+    __device__ auto& kv_of(int32_t tile) const { return shared.kv[(end - 1 - tile) & 1]; }
+    // Its records, as they are in memory.
+    __device__ uint8_t* records_of(int32_t tile) const {
+        return tile == 0 ? shared.kv[end & 1][0][0] : shared.raw;
+    }
+
+    __device__ __forceinline__ const int32_t* slot_of(int32_t tile) const {
+        return Base::slot_of(tile, entry_of(tile), copies() && lane < kRecords);
+    }
 
     // Starts the copies of a tile whose slots were asked for: zeros for a record that is not there.
     __device__ __forceinline__ void start_tile(int32_t tile, int32_t slot) {
         if (!copies()) return;
         Places places = plan.main;
         if (in_window(tile)) places = plan.window;
-        const bool there =
-            entry_of(tile) < (in_window(tile) ? window_length : main_length) && places.holds(slot);
+        const bool there = this->is_there(tile, entry_of(tile), places, slot);
         const uint32_t present = __ballot_sync(~0u, there);
         if (lane == 0) shared.present[tile & 3][first_record / kRecords] = present;
         // Four lanes copy a record.
@@ -109,21 +194,14 @@ struct Copies {
     // is known before the previous kernel has ended is found before.
     __device__ __forceinline__ void start(Query<kHeads>& query) {
         const int32_t* const slots[] = {slot_of(0), slot_of(1), slot_of(2)};
-        prefetch();
+        this->prefetch();
         wait_for_previous();
-        const int32_t first_slot = load_slot(slots[0]);
-        second_slot = load_slot(slots[1]);
-        next_slot = load_slot(slots[2]);
-        if (p.window.lengths != nullptr) window_length = p.window.lengths[row];
-        if (p.main.lengths != nullptr) main_length = p.main.lengths[row];
-        if (p.derotate_positions != nullptr && derotation(p, row) == nullptr)  // a padded row
-            window_length = main_length = 0;
+        const int32_t first_slot = this->load_slot(slots[0]);
+        second_slot = this->load_slot(slots[1]);
+        next_slot = this->load_slot(slots[2]);
+        this->load_lengths();
         start_tile(0, first_slot);
-        query.load(p, row, first_head);
-        const int32_t head = first_head + static_cast<int32_t>(threadIdx.x);
-        if (threadIdx.x < kHeads)
-            shared.sink[threadIdx.x] =
-                p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
+        this->load_query(query);
     }
 
     // Units of 8 records and 128 dims (FP4) or 64 (FP8), from `unit` on every `step`.
@@ -141,7 +219,8 @@ struct Copies {
             if (unit >= kUnits) break;
             const int r = unit % kRows * 8 + lane % 8, part = unit / kRows;
             const int group = part / kHalves;
-            Read::write(records + Read::place(r), true, group, lane, part % kHalves, r,
+            const int half = part % kHalves;
+            Read::write(Read::read(records + Read::place(r), group, lane, half), lane, half, r,
                         kv_of(tile)[kGroupPanels * group][0]);
         }
     }
@@ -153,10 +232,10 @@ struct Copies {
     }
     // The first tile, by all, and the query. The copies of the second do not compete with them.
     __device__ __forceinline__ void make_first(const Query<kHeads>& query) {
+        query.store(shared);
         shared.arrived[0].wait(0);
         if (end > 1) start_tile(1, second_slot);
         dequantise(0, warp, kWarps);
-        query.store(shared);
         cutlass::arch::fence_view_async_shared();
         __syncthreads();
     }

@@ -4,41 +4,41 @@
 // A cluster takes a row and kHeads heads; its CTAs take turns with the row's tiles and send each
 // other their outputs. Addresses are found while the kernel in front ends. Per tile of 64 records:
 //
-//   warpgroup 0     logits | barrier | weights (32 heads: all warpgroups) | barrier | values
-//   warpgroups 1-3  dequantise the next tile, copies of the one behind it | barrier | values
+//   64 heads, warpgroup 0   logits (t + 1) | weights | barrier | values
+//             1-3           codes of t + 2, copies of t + 3, dequantise t + 2 | barrier | values
+//   32 heads, warpgroup 0   logits | barrier | weights, by all | barrier | values
+//             1-3           dequantise t + 1 | barrier ..
+//
+// With 32 heads and no more than two tiles a CTA there is no loop: two_tiles_once.cuh.
 #pragma once
 
-#include <type_traits>
-
-#include "sm90/attend/two_tiles_narrow.cuh"
+#include "sm90/attend/two_tiles_once.cuh"
 #include "sm90/attend/two_tiles_wide.cuh"
 
 namespace flash_csa::sm90::few_rows::two_tiles {
 
-template <int kHeads>
+template <class Worker>
 __global__ void __launch_bounds__(kThreads, 1)
     two_tiles_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
     extern __shared__ __align__(1024) uint8_t bytes[];
-    auto& shared = *reinterpret_cast<Shared<kHeads>*>(bytes);
+    auto& shared = *reinterpret_cast<typename Worker::Shared*>(bytes);
     const int32_t piece = static_cast<int32_t>(cute::block_rank_in_cluster());
     int32_t row, head_block;
     plan.head_blocks(row, head_block, static_cast<int32_t>(cute::cluster_id_in_grid().x));
-    using Worker = std::conditional_t<kHeads == 64, Wide, Narrow<kHeads>>;
     Worker worker(p, plan, shared, row, head_block, piece);
     allow_dependents();
     if (threadIdx.x == 0) {
-        for (auto& barrier : shared.arrived) barrier.init(kCopiers * 32);
-        shared.added.init(kThreads);
+        worker.init();
         worker.expect();
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
     cluster_arrive_relaxed();
-    Query<kHeads> query;
-    worker.start(query);
+    typename Worker::Loaded loaded;
+    worker.start(loaded);
     const float* cos_sin = derotation(p, row);
     cluster_wait();  // the barriers of all CTAs are ready
-    worker.run(query);
+    worker.run(loaded);
     worker.finish(cos_sin);
 }
 

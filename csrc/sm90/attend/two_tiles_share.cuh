@@ -13,9 +13,9 @@
 
 namespace flash_csa::sm90::few_rows::two_tiles {
 
-template <int kHeads>
-struct Sharing : Copies<kHeads> {
-    using Base = Copies<kHeads>;
+template <int kHeads, class Rows>
+struct Sharing : Rows {
+    using Base = Rows;
     using Base::first_head, Base::lane, Base::p, Base::piece, Base::plan, Base::row, Base::shared,
         Base::warp;
     // A unit: 16 values of each lane, of which 24 bits are sent: what a cluster's network moves,
@@ -49,7 +49,7 @@ struct Sharing : Copies<kHeads> {
     template <int kLanes>
     __device__ __forceinline__ void find_factor(int head, float max) {
         shared.levels_there.wait(0);
-        constexpr int kEach = (kMostPieces<kHeads> + kLanes - 1) / kLanes;
+        constexpr int kEach = (Rows::Shared::kMostPieces + kLanes - 1) / kLanes;
         float level[kEach], top = -INFINITY, total = 0.f;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {

@@ -1,40 +1,164 @@
-// Parts of few_rows.cu with 32 and 64 heads: 64 heads of a row.
+// Parts of few_rows.cu with 64 heads: 64 heads of a row.
 //
 // Heads are on M of both products, so that a quad of lanes has the logits of a head: one warpgroup
-// multiplies and finds the weights in its registers while the others dequantise the next tile.
+// multiplies and finds the weights in its registers while the others dequantise the next tile but
+// one. Codes of that are in registers before the products end, and copies behind them on their way.
 #pragma once
 
 #include "sm90/attend/two_tiles_share.cuh"
 
 namespace flash_csa::sm90::few_rows::two_tiles {
 
-struct Wide : Sharing<64> {
+struct Wide : Sharing<64, Part<64, Shared<64>>> {
+    static constexpr int kHeads = 64;
     // A maximum may lag behind by this much (log2), so that hardly anything is ever rescaled.
     static constexpr float kSlack = 8.f;
-    static constexpr int kRecordsRead = 1;  // barrier of the warpgroups that dequantise
+    static constexpr int kRecordsRead = 1;      // barrier of the warpgroups that dequantise
+    static constexpr int kMakers = kWarps - 4;  // warps that do
+    // The last of them start copies, as they have fewer units.
+    static constexpr int kCopiers = Shared::kCopiers, kFirstCopier = kWarps - kCopiers;
+    static constexpr int kRecords = kTile / kCopiers;
+
+    using Main = Reader<RecordId::MainFp4>;
+    using Window = Reader<RecordId::WindowFp8>;
+    // Units of a tile of 8 records and 128 dims (FP4): those of a warp.
+    static constexpr int kUnits = kTile / 8 * kGroups,
+                         kEachUnits = (kUnits + kMakers - 1) / kMakers;
+    static_assert(kUnits - (kEachUnits - 1) * kMakers <= kMakers - kCopiers);
+
+    struct Loaded {
+        Query<kHeads> query;
+        Units units;
+    };
 
     // Of heads head() and head() + 8. Output: of 8 neighbouring dims j in paired order, places
     // 2 (lane % 4) and the next are 4 j and 4 j + 1 of the first head, 4 j + 2 and 4 j + 3 of the
     // other. sum: of the lane's records.
     float out[64];
-    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, keep[2];
+    int32_t next_slot;  // of the copiers' lanes: of the tile that is copied next
 
     using Sharing::Sharing;
+
+    __device__ void init() const {
+        shared.arrived.init(kCopiers);
+        shared.added.init(kThreads);
+    }
+
+    // ---- Tiles
+
+    __device__ auto& kv_of(int32_t tile) const { return shared.kv[(end - 1 - tile) & 1]; }
+    __device__ bool copies() const { return warp >= kFirstCopier; }
+    __device__ int32_t entry_of(int32_t tile) const {
+        return first_entry(tile) + (warp - kFirstCopier) * kRecords + lane;
+    }
+    __device__ __forceinline__ const int32_t* slot_of(int32_t tile) const {
+        return Part::slot_of(tile, entry_of(tile), copies() && lane < kRecords);
+    }
+
+    // Starts the copies of a tile after the first; what is not there is any record.
+    __device__ __forceinline__ void start_tile(int32_t tile, int32_t slot) const {
+        if (!copies()) return;
+        Places places = plan.main;
+        if (in_window(tile)) places = plan.window;
+        const bool there = is_there(tile, entry_of(tile), places, slot);
+        const uint32_t present = __ballot_sync(~0u, there && lane < kRecords);
+        const uint64_t from = reinterpret_cast<uint64_t>(places.row(there ? slot : 0));
+        const int first = (warp - kFirstCopier) * kRecords;
+        uint8_t* to = shared.raw + (in_window(tile) ? Window::place(first) : Main::place(first));
+        const int gap = in_window(tile) ? 0 : Main::place(4) - 4 * places.bytes;
+        const bool elected = cute::elect_one_sync();
+        if (elected) {
+            *reinterpret_cast<uint16_t*>(&shared.present[tile & 3][first / 8]) =
+                static_cast<uint16_t>(present);
+            shared.arrived.arrive_and_expect_tx(present == 0 ? 0 : kRecords * places.bytes);
+        }
+        if (present == 0) return;
+#pragma unroll
+        for (int i = 0; i < kRecords; i += 4) {
+            uint64_t records[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) records[j] = __shfl_sync(~0u, from, i + j);
+            if (!elected) continue;
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                cute::SM90_BULK_COPY_G2S::copy(reinterpret_cast<const void*>(records[j]),
+                                               reinterpret_cast<uint64_t*>(&shared.arrived),
+                                               to + (i + j) * places.bytes + i / 4 * gap,
+                                               places.bytes);
+        }
+    }
+
+    // What is known before the previous kernel has ended is found before.
+    __device__ __forceinline__ void start(Loaded& loaded) {
+        const int32_t* const slots[] = {slot_of_unit(0), slot_of(1), slot_of(2)};
+        prefetch();
+        wait_for_previous();
+        const int32_t first_slot = load_slot(slots[0]), second_slot = load_slot(slots[1]);
+        next_slot = load_slot(slots[2]);
+        load_lengths();
+        load_units(0, first_slot, loaded.units);
+        load_query(loaded.query);
+        if (end > 1) start_tile(1, second_slot);
+    }
+
+    // A maker's codes of a tile.
+    using Made = Codes[kEachUnits];
+    __device__ int unit(int i) const { return fresh(warp) - 4 + i * kMakers; }
+    __device__ int record(int unit) const { return unit % (kTile / 8) * 8 + fresh(lane) % 8; }
+    __device__ bool is_present(int32_t tile, int record) const {
+        return shared.present[tile & 3][record / 8] >> record % 8 & 1;
+    }
+    __device__ __forceinline__ void read(int32_t tile, Made& made) const {
+        shared.arrived.wait((tile - 1) & 1);
+#pragma unroll
+        for (int i = 0; i < kEachUnits; ++i) {
+            if (unit(i) >= kUnits) break;
+            const int r = record(unit(i));
+            made[i] = Main::read(shared.raw + Main::place(r), unit(i) / (kTile / 8), lane, 0);
+            if (!is_present(tile, r)) made[i] = {};
+        }
+    }
+    __device__ __forceinline__ void write(int32_t tile, const Made& made) const {
+#pragma unroll
+        for (int i = 0; i < kEachUnits; ++i) {
+            if (unit(i) >= kUnits) break;
+            Main::write(made[i], lane, 0, record(unit(i)),
+                        kv_of(tile)[kGroupPanels * (unit(i) / (kTile / 8))][0]);
+        }
+    }
+    // A second tile of the window, as it comes.
+    __device__ __forceinline__ void make_window(int32_t tile) const {
+        shared.arrived.wait((tile - 1) & 1);
+#pragma unroll 1
+        for (int unit = warp - 4; unit < 2 * kUnits; unit += kMakers) {
+            const int r = record(unit), panel = unit / (kTile / 8);
+            Codes codes = Window::read(shared.raw + Window::place(r), panel / 2, lane, panel % 2);
+            if (!is_present(tile, r)) codes = {};
+            Window::write(codes, lane, panel % 2, r, kv_of(tile)[panel / 2 * kGroupPanels][0]);
+        }
+    }
+    __device__ void all_read() const {
+        cutlass::arch::NamedBarrier::sync(kThreads - kWarpgroup, kRecordsRead);
+    }
+    // All warps have added a tile's values.
+    __device__ __forceinline__ void wait_for_values(int32_t tile) const {
+        if (tile >= 0) shared.added.wait(tile & 1);
+    }
+
+    // ---- Products
 
     __device__ int head() const { return 16 * (warp % 4) + lane / 4; }
 
     // d: of head() and of 8 neighbouring records j, those from 2 (lane % 4) on, as in `out`.
-    __device__ __forceinline__ void multiply_logits(int32_t tile, float (&d)[32]) const {
-        const uint64_t q = k_major(shared.q), kv = k_major(kv_of(tile));
-        fence_registers(d);
+    __device__ __forceinline__ void start_logits(int32_t tile, float (&d)[32]) const {
+        const uint64_t q = fresh(k_major(shared.q)), kv = fresh(k_major(kv_of(tile)));
         cute::warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < kHeadDim / 16; ++k)
             multiply_64x64(advance(q, k / 4 * int{sizeof shared.q[0]} + k % 4 * 32),
                            advance(kv, k / 4 * kPanelBytes + k % 4 * 32), d, k > 0);
         cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<0>();
-        fence_registers(d);
     }
 
     // Logits into weights; true where those of earlier tiles shrink.
@@ -63,10 +187,9 @@ struct Wide : Sharing<64> {
             const float before = max[half];
             if (largest > before + kSlack) max[half] = largest;
             const float base = max[half] == -INFINITY ? 0.f : max[half];
-            const float keep = exp2_approx(before - base);
-            shrinks |= keep != 1.f;
-            if (lane % 4 == 0) shared.keep[head() + 8 * half] = keep;
-            sum[half] *= keep;
+            keep[half] = exp2_approx(before - base);
+            shrinks |= keep[half] != 1.f;
+            sum[half] *= keep[half];
 #pragma unroll
             for (int i = 0; i < 32; ++i)
                 if (i / 2 % 2 == half) x[i] = exp2_approx(x[i] - base);
@@ -86,6 +209,9 @@ struct Wide : Sharing<64> {
         for (int i = 0; i < 32; i += 2)
             *reinterpret_cast<uint32_t*>(to + panel_offset(first + i / 2 % 2 * 8, i / 4)) =
                 pack_bf16(x[i], x[i + 1]);
+        if (lane % 4 != 0) return;
+        shared.keep[first] = keep[0];
+        shared.keep[first + 8] = keep[1];
     }
 
     __device__ __forceinline__ void rescale(const float (&factors)[64]) {
@@ -125,40 +251,99 @@ struct Wide : Sharing<64> {
         find_factor<2>(16 * warp + lane / 4 + 8 * second, second ? max[1] : max[0]);
     }
 
-    __device__ __forceinline__ void run(const Query<64>& query) {
-        make_first(query);
-#pragma unroll
-        for (float& x : out) x = 0.f;  // not before: the query has the registers
+    // The first tile, by all, and the query.
+    __device__ __forceinline__ void make_first(const Loaded& loaded) {
+        loaded.query.store(shared);
+        write_units(0, loaded.units, kv_of(0));
+        cutlass::arch::fence_view_async_shared();
+        __syncthreads();
+    }
+    // All have a tile's weights, and the makers have made the next tile.
+    __device__ __forceinline__ void meet(int32_t tile, bool shrinks) {
+        if (__syncthreads_or(shrinks) && tile > 0) rescale(shared.keep);
+        if (tile + 1 == end) cluster_arrive_relaxed();  // what peers send may come
+    }
+    // Records of the window lie where the weights come to.
+    __device__ __forceinline__ void meet_window(int32_t tile) const {
+        if (tile == 0 && end > 1 && in_window(1)) __syncthreads();
+    }
+
+    // The first warpgroup: values of a tile, logits and weights of the next.
+    __device__ __forceinline__ void multiply() {
+        float x[32];
+        fence_registers(x);
+        start_logits(0, x);
+#pragma unroll 1
+        for (int32_t tile = 0;; ++tile) {
+            const bool last = tile + 1 == end;
+            cute::warpgroup_wait<0>();
+            fence_registers(x);
+            const bool shrinks = softmax(tile, x);
+            wait_for_values(tile - 1);  // which read the weights before
+            meet_window(tile);
+            store_weights(x);
+            cutlass::arch::fence_view_async_shared();
+            if (last) tell_all();  // behind the fence, which would wait
+            meet(tile, shrinks);
+            if (last) break;
+            fence_registers(x);
+            start_values(tile);
+            start_logits(tile + 1, x);
+            cute::warpgroup_wait<1>();
+            fence_registers(out);
+            shared.added.arrive();
+        }
+        start_values(end - 1);
+        find_factors();
+        cute::warpgroup_wait<0>();
+        fence_registers(out);
+    }
+
+    // The others: values of a tile, and beside them the codes of the one behind the next.
+    __device__ __forceinline__ void make() {
+        Made made;
+        if (end > 1) {
+            if (in_window(1))
+                make_window(1);
+            else
+                read(1, made);
+            all_read();
+            start_next(2);
+            if (!in_window(1)) write(1, made);
+            cutlass::arch::fence_view_async_shared();
+        }
+        meet_window(0);
 #pragma unroll 1
         for (int32_t tile = 0; tile < end; ++tile) {
-            bool shrinks = false;
-            const bool last = tile + 1 == end;
-            float x[32];
-            if (group == 0) {
-                multiply_logits(tile, x);
-                wait_for_values(tile - 1);  // which read the weights before
-                shrinks = softmax(tile, x);
-            } else if (!last) {
-                make_next(tile + 1);
-                cutlass::arch::NamedBarrier::sync(kThreads - kWarpgroup, kRecordsRead);
-                if (tile + 2 < end) start_tile(tile + 2, next_slot);
-            }
-            // Records of the window lie where the weights come to.
-            if (!last && in_window(tile + 1)) __syncthreads();
-            if (group == 0) {
-                store_weights(x);
-                cutlass::arch::fence_view_async_shared();
-                if (last) tell_all();  // behind the fence, which would wait
-            }
-            if (__syncthreads_or(shrinks) && tile > 0) rescale(shared.keep);
-            if (last) cluster_arrive_relaxed();  // what peers send may come
+            meet(tile, false);
             start_values(tile);
-            if (tile + 3 < end) next_slot = load_slot(slot_of(tile + 3));
-            if (last && group == 0) find_factors();
+            const bool makes = tile + 2 < end;
+            if (makes) read(tile + 2, made);
             cute::warpgroup_wait<0>();
             fence_registers(out);
-            if (!last) shared.added.arrive();
+            if (tile + 1 < end) shared.added.arrive();
+            if (!makes) continue;
+            all_read();
+            start_next(tile + 3);
+            wait_for_values(tile);  // they were in the same place
+            write(tile + 2, made);
+            cutlass::arch::fence_view_async_shared();
         }
+    }
+    __device__ __forceinline__ void start_next(int32_t tile) {
+        if (tile >= end) return;
+        start_tile(tile, next_slot);
+        next_slot = load_slot(slot_of(tile + 1));
+    }
+
+    __device__ __forceinline__ void run(const Loaded& loaded) {
+        make_first(loaded);
+#pragma unroll
+        for (float& x : out) x = 0.f;  // not before: the query has the registers
+        if (group == 0)
+            multiply();
+        else
+            make();
     }
 
     __device__ __forceinline__ void finish(const float* cos_sin) {
