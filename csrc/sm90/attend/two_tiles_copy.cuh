@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/attend/two_tiles.cuh"
+#include "sm90/common/cluster_sync.cuh"
 #include "sm90/common/cp_async.cuh"
 #include "sm90/common/dependents.cuh"
 #include "sm90/common/fresh.cuh"
@@ -76,6 +77,15 @@ struct Part {
     __device__ __forceinline__ const int32_t* slot_of_unit(int32_t tile) const {
         return slot_of(tile, first_entry(tile) + unit_record(), tile < end);
     }
+    // Has the L2 fetch a record of the window, whose slots hardly ever are what the kernel before
+    // writes: then another one, or none, is asked for in vain.
+    __device__ __forceinline__ void prefetch_window_unit(int32_t tile, const int32_t* at) const {
+        if (!in_window(tile) || at == nullptr) return;
+        const int32_t slot = __ldcg(at);  // not to the L1: it may change
+        const int byte = (lane / 8 * 2 + warp / 8) * 128;
+        if (plan.window.holds(slot) && byte < kWindow.bytes())
+            prefetch_l2(plan.window.row(slot) + byte);
+    }
     __device__ __forceinline__ void load_units(int32_t tile, int32_t slot, Units& units) const {
         Places places = plan.main;
         if (in_window(tile)) places = plan.window;
@@ -117,9 +127,7 @@ struct Part {
         if (p.derotate_positions != nullptr && derotation(p, row) == nullptr)  // a padded row
             window_length = main_length = 0;
     }
-    // The query and the sinks, behind the records, for which everything waits.
-    __device__ __forceinline__ void load_query(Query<kHeads>& query) const {
-        query.load(p, row, first_head);
+    __device__ __forceinline__ void load_sinks() const {
         const int32_t head = first_head + static_cast<int32_t>(threadIdx.x);
         if (threadIdx.x < kHeads)
             shared.sink[threadIdx.x] =
@@ -130,7 +138,8 @@ struct Part {
 template <int kHeads>
 struct Copies : Part<kHeads, Shared<kHeads>> {
     using Base = Part<kHeads, Shared<kHeads>>;
-    using Base::end, Base::in_window, Base::lane, Base::plan, Base::shared, Base::warp;
+    using Base::end, Base::first_head, Base::in_window, Base::lane, Base::p, Base::plan, Base::row,
+        Base::shared, Base::warp;
     using Loaded = Query<kHeads>;
     static constexpr int kRecords = kCopierRecords;
 
@@ -195,13 +204,15 @@ struct Copies : Part<kHeads, Shared<kHeads>> {
     __device__ __forceinline__ void start(Query<kHeads>& query) {
         const int32_t* const slots[] = {slot_of(0), slot_of(1), slot_of(2)};
         this->prefetch();
+        cluster_wait();  // the barriers of all CTAs are ready
         wait_for_previous();
         const int32_t first_slot = this->load_slot(slots[0]);
         second_slot = this->load_slot(slots[1]);
         next_slot = this->load_slot(slots[2]);
         this->load_lengths();
         start_tile(0, first_slot);
-        this->load_query(query);
+        query.load(p, row, first_head);
+        this->load_sinks();
     }
 
     // Units of 8 records and 128 dims (FP4) or 64 (FP8), from `unit` on every `step`.

@@ -37,7 +37,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     typename Worker::Loaded loaded;
     worker.start(loaded);
     const float* cos_sin = derotation(p, row);
-    cluster_wait();  // the barriers of all CTAs are ready
     worker.run(loaded);
     worker.finish(cos_sin);
 }

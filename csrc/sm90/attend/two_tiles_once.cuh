@@ -50,14 +50,18 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) slots[t] = slot_of_unit(t);
         prefetch();
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) prefetch_window_unit(t, slots[t]);
+        cluster_wait();  // the barriers of all CTAs are ready
         wait_for_previous();
         int32_t slot[kTiles];
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) slot[t] = load_slot(slots[t]);
+        loaded.query.load(p, row, first_head);  // while slots are on their way
         load_lengths();
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) load_units(t, slot[t], loaded.units[t]);
-        load_query(loaded.query);
+        load_sinks();
     }
 
     __device__ __forceinline__ void multiply_logits() {

@@ -93,13 +93,16 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     __device__ __forceinline__ void start(Loaded& loaded) {
         const int32_t* const slots[] = {slot_of_unit(0), slot_of(1), slot_of(2)};
         prefetch();
+        prefetch_window_unit(0, slots[0]);
+        cluster_wait();  // the barriers of all CTAs are ready
         wait_for_previous();
         const int32_t first_slot = load_slot(slots[0]), second_slot = load_slot(slots[1]);
         next_slot = load_slot(slots[2]);
+        loaded.query.load(p, row, first_head);  // while slots are on their way
         load_lengths();
         load_units(0, first_slot, loaded.units);
-        load_query(loaded.query);
         if (end > 1) start_tile(1, second_slot);
+        load_sinks();
     }
 
     // A maker's codes of a tile.
