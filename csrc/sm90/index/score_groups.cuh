@@ -86,31 +86,40 @@ template <class Config>
 __device__ __forceinline__ void add_heads(const IndexScoresParams& p, int64_t row, int32_t first,
                                           const float (*accumulators)[Config::kGroupSums],
                                           const uint32_t (&key_scales)[2], float (&partials)[2]) {
-    float sums[kIndexGroups][Config::kGroupSums];  // indexed at run time: a copy, in local memory
+    // By turns of a thread's heads. The first is taken and the others move up: an index at run time
+    // would want local memory.
+    constexpr int kTurns = Config::kGroupHeads / 4;
+    float sums[kTurns][2][kIndexGroups];
 #pragma unroll
-    for (int g = 0; g < kIndexGroups; ++g) {
-#pragma unroll
-        for (int i = 0; i < Config::kGroupSums; ++i) sums[g][i] = accumulators[g][i];
+    for (int i = 0; i < kTurns * 2 * kIndexGroups; ++i) {
+        const int g = i % kIndexGroups, half = i / kIndexGroups % 2, turn = i / kIndexGroups / 2;
+        sums[turn][half][g] = accumulators[g][4 * (turn / 2) + 2 * half + turn % 2];
     }
 #pragma unroll 1
-    for (int i = 0; i < Config::kGroupHeads / 4; ++i) {
-        const int32_t head = first + 8 * (i / 2) + threadIdx.x % 4 * 2 + i % 2;
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int32_t head = first + 8 * (turn / 2) + threadIdx.x % 4 * 2 + turn % 2;
         if (head >= p.query.heads) break;
         const uint32_t scales = static_cast<uint32_t>(p.query.scales_ue8m0.row(row)[head]);
         const ByteRange range = scale_range(scales);
         const float weight = head_weight(p.weights, row, head);
+#pragma unroll
         for (int half = 0; half < 2; ++half) {
             int32_t quarters[kIndexGroups];
             float products[kIndexGroups];
+#pragma unroll
             for (int g = 0; g < kIndexGroups; ++g) {
                 const int32_t fold = head_fold(scales, range, g) + kPlacedExponent;
-                const float sum = sums[g][4 * (i / 2) + 2 * half + i % 2];
-                quarters[g] = static_cast<int32_t>(sum * power_of_two(127 + 2 - fold));
+                quarters[g] = static_cast<int32_t>(sums[0][half][g] * power_of_two(127 + 2 - fold));
                 products[g] = scale_product(static_cast<uint8_t>(scales >> (8 * g)),
                                             static_cast<uint8_t>(key_scales[half] >> (8 * g)));
             }
             partials[half] =
                 accumulate_head(partials[half], weight, combine_groups(quarters, products));
+        }
+#pragma unroll
+        for (int i = 0; i < (kTurns - 1) * 2 * kIndexGroups; ++i) {
+            const int g = i % kIndexGroups, half = i / kIndexGroups % 2, to = i / kIndexGroups / 2;
+            sums[to][half][g] = sums[to + 1][half][g];
         }
     }
 }
