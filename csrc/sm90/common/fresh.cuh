@@ -15,11 +15,6 @@ __device__ __forceinline__ float fresh(float x) {
     return x;
 }
 
-__device__ __forceinline__ uint2 fresh(uint2 x) {
-    asm volatile("" : "+r"(x.x), "+r"(x.y));
-    return x;
-}
-
 // The same address: accesses at constant distances from it share it.
 template <class T>
 __device__ __forceinline__ T* fresh(T* x) {

@@ -5,10 +5,11 @@
 // fetches the codes of its keys itself, kPoolStages units ahead, by asynchronous copies of 16
 // bytes. Scales come to where the scores will be, a round of units ahead, and are prepared there.
 // Codes become the A of two MMA tiles in registers; queries are B in shared memory. The sums, and
-// which path a unit takes, are those of score_folded.cuh and score_groups.cuh.
+// which path a unit takes, are those of score_folded.cuh and score_groups.cuh. MMAs of one tile run
+// while the other is converted, or added up.
 //
 //   warp      scales 0 | codes 0, scales 1 | codes 1 | fold 0 | score 0 | score 1 | .. fold 1 | ..
-//   barriers                                                 |                             |
+//   barriers                                           block |             of 4 warps |
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -102,7 +103,7 @@ struct FoldedScales {
 
     // Whether they fold.
     __device__ __forceinline__ static bool fold(uint32_t scales, uint32_t& word) {
-        const int32_t lowest = scale_range(scales).low;
+        const int32_t lowest = lowest_scale(scales);
         const uint32_t shifts = scales - lowest * 0x01010101u;
         static_assert(kMaxIntegerFold == 3);
         const uint32_t pairs = (shifts | shifts >> 3) & 0x00630063u;  // bytes to kShiftBits
@@ -126,7 +127,7 @@ static_assert(4 * FoldedScales::kShiftBits <= 22 && kNanBits == 0x7fc00000u);
 struct alignas(1024) PoolScoresShared {
     uint8_t codes[kPoolHeads * kQueryBytes];  // of queries, as QueryTile has them
     uint8_t units[kPoolHeads * kQueryBytes];
-    uint8_t minus[kPoolHeads * kQueryBytes];
+    int4 starts[kPoolHeads / 2];  // of sums (OffsetTile), those of two heads twice
     float weights[kPoolHeads];
     float folded_weights[kPoolHeads];
     uint8_t unit_folds[kMaxPoolBlocks / kPoolUnitBlocks];  // keys and queries
@@ -141,42 +142,44 @@ struct PoolDots {
     static constexpr int kGroupHeads = 16, kGroupSums = kGroupHeads / 2;
 };
 
-// The codes of half of a tile's K steps, positive and negative ones apart: the latter meet negated
-// queries.
-struct SplitHalf {
-    static constexpr int kSteps = kFoldedSteps / 2;
-    uint32_t plus[kSteps][4], minus[kSteps][4];
+// A tile's keys as bytes kOffset + v, v their half units with the powers of two of their groups:
+// one MMA a K step takes them. What the offset adds to a dot is a constant of the head, which sums
+// start without.
+struct OffsetTile {
+    static constexpr int32_t kOffset = 128;
+    static_assert(12 << kMaxIntegerFold < kOffset, "no borrow between bytes");
+    uint32_t units[kFoldedSteps][4];
 
-    // words: of a lane's two rows.
-    __device__ __forceinline__ void set(const uint2 (&words)[2], const HalfUnits (&tables)[2]) {
+    // words: of row lane / 4 + 8 half of the tile.
+    __device__ __forceinline__ void set(int half, const uint4& words, const HalfUnits& table) {
+        const uint32_t of_step[kFoldedSteps] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-                const uint32_t word = step == 0 ? words[row].x : words[row].y;
-                const IntegerWord more = positive_units(word, tables[row]);
-                const IntegerWord less = negative_units(word, tables[row]);
-                plus[step][row] = more.low;
-                plus[step][2 + row] = more.high;
-                minus[step][row] = less.low;
-                minus[step][2 + row] = less.high;
-            }
+        for (int step = 0; step < kFoldedSteps; ++step) {
+            const IntegerWord more = positive_units(of_step[step], table);
+            const IntegerWord less = negative_units(of_step[step], table);
+            units[step][half] = more.low + kOffset * 0x01010101u - less.low;
+            units[step][2 + half] = more.high + kOffset * 0x01010101u - less.high;
         }
     }
 
-    // Starts the half's dots with kColumns query heads.
-    template <int kColumns>
-    __device__ __forceinline__ void start(int half, uint32_t units_at, uint32_t minus_at,
-                                          uint32_t (&sums)[kColumns / 2]) const {
-        using Mma = IntegerMma<kColumns>;
-        constexpr std::make_index_sequence<kColumns / 2> kAll;
+    // Starts the dots with kPoolHeadBlock query heads.
+    __device__ __forceinline__ void start(uint32_t queries, const int4* starts,
+                                          uint32_t (&sums)[kPoolHeadBlock / 2]) const {
+        using Mma = cute::SM90::GMMA::MMA_64x32x32_S32U8S8_RS_TN;
+        constexpr std::make_index_sequence<kPoolHeadBlock / 2> kAll;
+#pragma unroll
+        for (int i = 0; i < kPoolHeadBlock / 8; ++i) {
+            const int4 four = starts[4 * i];
+            sums[4 * i] = four.x, sums[4 * i + 1] = four.y;
+            sums[4 * i + 2] = four.z, sums[4 * i + 3] = four.w;
+        }
+#pragma unroll
+        for (uint32_t& sum : sums) cute::warpgroup_fence_operand(sum);
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const int step = half * kSteps + i;
-            const uint32_t at = 32 * step >> 4;
-            mma_step<Mma>(plus[i], whole_descriptor(units_at + at), sums, step > 0, kAll);
-            mma_step<Mma>(minus[i], whole_descriptor(minus_at + at), sums, true, kAll);
+        for (int step = 0; step < kFoldedSteps; ++step) {
+            mma_step<Mma>(units[step], whole_descriptor(queries + (32 * step >> 4)), sums, true,
+                          kAll);
         }
         cute::warpgroup_commit_batch();
     }
@@ -215,13 +218,21 @@ class PoolScorer {
             for (int i = 0; i < kOwn; ++i) words_[i].load(p, row, head(i), group(), word());
         }
         __device__ __forceinline__ void put(PoolScoresShared& shared) const {
-            const QueryTile tile = {shared.codes,   shared.units,          shared.minus,
+            const QueryTile tile = {shared.codes,   shared.units,          nullptr,
                                     shared.weights, shared.folded_weights, &shared.plain,
                                     &shared.folds};
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
                 if (head(i) >= padded_heads(p_)) break;
-                tile.put(head(i), head(i), 0, group(), word(), words_[i]);
+                int32_t sum = tile.put(head(i), head(i), 0, group(), word(), words_[i]);
+#pragma unroll
+                for (int step = 1; step < kHeadWords; step *= 2) {
+                    sum += __shfl_xor_sync(~0u, sum, step);
+                }
+                if (threadIdx.x % kHeadWords < 2) {
+                    int32_t* starts = &shared.starts[head(i) / 2].x + threadIdx.x % 2 * 2;
+                    starts[head(i) % 2] = -OffsetTile::kOffset * sum;
+                }
             }
             cutlass::arch::fence_view_async_shared();
         }
@@ -239,20 +250,21 @@ class PoolScorer {
 
     // All threads of the block call, queries and places are there; a barrier comes behind.
     __device__ __forceinline__ void start() {
-        copy_scales(warp_);  // before keys, which take long to come
+        const int32_t own = prepared_unit();
+        copy_scales(own);  // before keys, which take long to come
         commit_copies();
         const WarpWork work(warp_, lane_);
         fetch(work.unit, work.codes);
-        copy_scales(warp_ + kPoolWarps);
+        copy_scales(own + kPoolWarps);
         commit_copies();
         fetch(work.unit + kPoolGroups, work.codes ^ sizeof(PoolKeys));
         commit_copies();
-        wait_copies<2>();
-        fold_scales(warp_);
+        wait_copies<kPoolStages>();
+        fold_scales(own);
     }
 
     // All threads of the block call. A round is a unit for each warp to prepare the scales of,
-    // while those of the round before are scored.
+    // while those of the round before are scored. Groups of warps wait for nobody else.
     __device__ __forceinline__ void run() {
         float2 weights[kPoolHeadBlock / 8];
         load_weights(0, weights);
@@ -265,15 +277,14 @@ class PoolScorer {
                 score = folded_score(work, weights);
             } else {
                 score = groups_score(work);
+                fetch_behind(work);
             }
-            __syncwarp();  // all have read keys and scales
             write_score(score, work.own);
-            fetch(work.unit + kPoolStages * kPoolGroups, work.codes);
             if (work.unit + kPoolGroups >= round_end && round_end < units_) {
-                fold_scales(warp_ + round_end);
+                fold_scales(prepared_unit() + round_end);
                 round_end += kPoolWarps;
-                copy_scales(warp_ + round_end);
-                __syncthreads();
+                copy_scales(prepared_unit() + round_end);
+                cutlass::arch::NamedBarrier::sync(kGroupThreads, warp_ / 4);
             }
             commit_copies();
         }
@@ -282,6 +293,11 @@ class PoolScorer {
 
   private:
     static constexpr int kLaneKeys = 4;  // of a unit whose scales a warp prepares
+
+    // That unit, of a round: one that the warp's group scores.
+    __device__ __forceinline__ int32_t prepared_unit() const {
+        return warp_ % 4 * kPoolGroups + warp_ / 4;
+    }
 
     // The key whose score a lane gets, among the warp's.
     __device__ static int32_t own_key(int32_t lane) { return lane % 4 * kPoolBlock + lane / 4; }
@@ -374,67 +390,67 @@ class PoolScorer {
         for (int i = 0; i < kPoolHeadBlock / 8; ++i) weights[i] = source[4 * i + lane_ % 4];
     }
 
+    // Once all lanes have read the keys and scales of a unit.
+    __device__ __forceinline__ void fetch_behind(const WarpWork& work) {
+        __syncwarp();
+        fetch(work.unit + kPoolStages * kPoolGroups, work.codes);
+    }
+
     // Adds up the heads of the warp's keys: row lane / 4 + 8 half of its part of tile t is key
     // lane / 4 of block 2 t + half. Returns the score of the lane's own key. weights: of the first
-    // heads, where there are no more.
+    // heads. MMAs of one tile run while the next is converted.
     __device__ __forceinline__ float folded_score(const WarpWork& work,
-                                                  float2 (&weights)[kPoolHeadBlock / 8]) const {
-        const uint32_t units = query_descriptor(s_.units);
-        const int32_t heads = padded_heads(p_);
+                                                  const float2 (&weights)[kPoolHeadBlock / 8]) {
+        OffsetTile tiles[kPassTiles];
+        uint32_t sums[kPassTiles][kPoolHeadBlock / 2];
         float partials[kPassTiles][2] = {};
+        const uint32_t queries = __shfl_sync(~0u, query_descriptor(s_.units), 0);  // uniform
+        const int4* starts = s_.starts + lane_ % 4;
+        set_tile(work, 0, tiles[0]);
+        tiles[0].start(queries, starts, sums[0]);
+        set_tile(work, 1, tiles[1]);
+        tiles[1].start(queries, starts + fresh(0), sums[1]);
+        add_tiles(weights, sums, partials, [&] { fetch_behind(work); });
+        const int32_t heads = padded_heads(p_);
 #pragma unroll 1
-        for (int32_t first = 0; first < heads; first += kPoolHeadBlock) {
-            if (heads > kPoolHeadBlock) load_weights(first, weights);
-            const uint32_t at = __shfl_sync(~0u, units + first * (kQueryBytes >> 4), 0);  // uniform
-            add_folded(work, at, weights, partials);
+        for (int32_t first = kPoolHeadBlock; first < heads; first += kPoolHeadBlock) {
+            float2 more[kPoolHeadBlock / 8];
+            load_weights(first, more);
+            const uint32_t at = __shfl_sync(~0u, queries + first * (kQueryBytes >> 4), 0);
+#pragma unroll
+            for (int t = 0; t < kPassTiles; ++t) tiles[t].start(at, starts + first / 2, sums[t]);
+            add_tiles(more, sums, partials, [] {});
         }
         return mul_rn(reduce_quad(partials), FoldedScales::rest(at<uint32_t>(work.own)));
     }
 
-    // What a lane reads of a tile: of two rows the 16 bytes of one group, so that one table serves
-    // four words.
-    struct TileCodes {
-        uint4 words[2];
-        HalfUnits tables[2];
+    // Of some heads, when their MMAs are done. The first tile's and `between` while the second's
+    // run.
+    template <class Between>
+    __device__ __forceinline__ static void add_tiles(
+        const float2 (&weights)[kPoolHeadBlock / 8],
+        uint32_t (&sums)[kPassTiles][kPoolHeadBlock / 2], float (&partials)[kPassTiles][2],
+        const Between& between) {
+        finish_folded<1>(sums[0]);
+        add_folded_heads<kPoolHeadBlock>(sums[0], 0, weights, partials[0]);
+        between();
+        finish_folded<0>(sums[1]);
+        add_folded_heads<kPoolHeadBlock>(sums[1], 0, weights, partials[1]);
+    }
 
-        __device__ __forceinline__ TileCodes(const PoolScorer& scorer, const WarpWork& work,
-                                             int tile)
-            : words{scorer.codes(work, 2 * tile), scorer.codes(work, 2 * tile + 1)},
-              tables{scorer.units(work, 2 * tile), scorer.units(work, 2 * tile + 1)} {}
-    };
+    // A lane has 16 bytes of one group of two rows, so that one table serves four words.
+    __device__ __forceinline__ void set_tile(const WarpWork& work, int t, OffsetTile& tile) const {
+        const uint4 words[2] = {codes(work, 2 * t), codes(work, 2 * t + 1)};
+        const HalfUnits tables[2] = {units(work, 2 * t), units(work, 2 * t + 1)};
+        tile.set(0, words[0], tables[0]);
+        tile.set(1, words[1], tables[1]);
+    }
     // Of key lane / 4 of a block.
     __device__ __forceinline__ uint4 codes(const WarpWork& work, int block) const {
         return *reinterpret_cast<const uint4*>(ring_ + work.codes + block * kPoolBlockBytes);
     }
     __device__ __forceinline__ HalfUnits units(const WarpWork& work, int block) const {
         return FoldedScales::units(at<uint32_t>(work.words + 4 * kPoolBlock * block), work.group);
-    }
-
-    // Of some heads. MMAs of one half of a tile run while the next half is converted.
-    __device__ __forceinline__ void add_folded(const WarpWork& work, uint32_t units,
-                                               const float2 (&weights)[kPoolHeadBlock / 8],
-                                               float (&partials)[kPassTiles][2]) const {
-        constexpr int kHeads = kPoolHeadBlock;
-        const uint32_t minus = units + (sizeof(s_.units) >> 4);
-        static_assert(offsetof(PoolScoresShared, minus) ==
-                      offsetof(PoolScoresShared, units) + sizeof(s_.units));
-        SplitHalf low, high;
-#pragma unroll
-        for (int t = 0; t < kPassTiles; ++t) {
-            uint32_t sums[kHeads / 2] = {};
-#pragma unroll
-            for (int i = 0; i < kHeads / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
-            const TileCodes tile(*this, work, t);
-            low.set({{tile.words[0].x, tile.words[0].y}, {tile.words[1].x, tile.words[1].y}},
-                    tile.tables);
-            low.start<kHeads>(0, units, minus, sums);
-            high.set({fresh(uint2{tile.words[0].z, tile.words[0].w}),
-                      fresh(uint2{tile.words[1].z, tile.words[1].w})},
-                     tile.tables);
-            high.start<kHeads>(1, units, minus, sums);
-            finish_folded<0>(sums);
-            add_folded_heads<kHeads>(sums, 0, weights, partials[t]);
-        }
     }
 
     // The warp's 16 keys of a tile as A of four MMA steps. Rows lie 64 bytes apart, so that four of

@@ -91,28 +91,36 @@ struct QueryTile {
         row[(2 * step ^ column % 8) * 4] = word.low;
         row[((2 * step + 1) ^ column % 8) * 4] = word.high;
     }
+    // Returns their sum.
     template <int kWords>
-    __device__ __forceinline__ void put_units(int32_t column, int group, int first,
-                                              const uint32_t (&raw)[kWords], uint32_t shift) const {
+    __device__ __forceinline__ int32_t put_units(int32_t column, int group, int first,
+                                                 const uint32_t (&raw)[kWords],
+                                                 uint32_t shift) const {
         const HalfUnits table(shift);
+        int32_t sum = 0;
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
             const IntegerWord a = positive_units(raw[i], table), b = negative_units(raw[i], table);
-            put_units(units, column, group, first + i, signed_units(a, b));
+            const IntegerWord word = signed_units(a, b);
+            put_units(units, column, group, first + i, word);
             if (minus != nullptr) put_units(minus, column, group, first + i, signed_units(b, a));
+            sum = __dp4a(static_cast<int32_t>(word.low), 0x01010101, sum);
+            sum = __dp4a(static_cast<int32_t>(word.high), 0x01010101, sum);
         }
+        return sum;
     }
 
-    // head: of all rows; row: of the tile.
+    // head: of all rows; row: of the tile. Returns the sum of the units that it puts.
     template <int kWords>
-    __device__ __forceinline__ void put(int32_t head, int32_t column, int32_t row, int group,
-                                        int first, const QueryWords<kWords>& words) const {
+    __device__ __forceinline__ int32_t put(int32_t head, int32_t column, int32_t row, int group,
+                                           int first, const QueryWords<kWords>& words) const {
         const ByteRange range = scale_range(words.scales);
         const int32_t spread = range.high - range.low;
         put_codes(head, group, first, words.raw, head_fold(words.scales, range, group));
-        put_units(column, group, first, words.raw,
-                  min(scale_byte(words.scales, group) - range.low, kMaxIntegerFold));
-        if (group != 0 || first != 0) return;
+        const int32_t sum =
+            put_units(column, group, first, words.raw,
+                      min(scale_byte(words.scales, group) - range.low, kMaxIntegerFold));
+        if (group != 0 || first != 0) return sum;
         // Halved: the epilogue adds a dot and its magnitude instead of taking a maximum.
         weights[head] = mul_rn(words.weight, mul_rn(0.5f, power_of_two(range.high)));
         const bool is_plain =
@@ -121,6 +129,7 @@ struct QueryTile {
             mul_rn(words.weight, power_of_two(is_plain ? range.low + kFoldedWeightExponent : 127));
         if (!is_plain) plain[row] = 0;
         if (!is_plain || spread > kMaxIntegerFold) *folds = 0;
+        return sum;
     }
 };
 
