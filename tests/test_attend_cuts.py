@@ -23,6 +23,17 @@ def test_rows_of_a_small_batch(rows, heads, records, device):
     assert_close(case, *run(case, device, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("width", [250, 512, 580, 2048])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 64), (3, 128), (20, 32), (33, 32), (33, 64)])
+def test_tiles_that_do_not_divide(rows, heads, width, device):
+    """Some CTAs of a row have one tile more than others; holes everywhere."""
+    lengths = [width - i % 7 for i in range(rows)]
+    windows = [128 - 5 * i % 128 for i in range(rows)]
+    case = random_case(heads=heads, lengths=lengths, window_lengths=windows, width=width)
+    case.selection.slots[torch.rand(case.selection.slots.shape) < 0.3] = -1
+    assert_close(case, *run(case, device, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("records", ["FP4 and FP8", "MixedFp8"])
 @pytest.mark.parametrize("columns", [[], [0], [63], [64], [511], [1, 300]])
 def test_pieces_without_records(columns, records, device):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attend_data import Case, assert_close, filled_pages, run, selection
-from flash_csa import Window
+from flash_csa import Pages, Window
+from flash_csa.reference import pages as reference_pages
 from reference_data import randn
 
 WINDOW, SELECTED, LEVEL = 128, 512, 32  # dims 0..31 of record and query make the level of a logit
@@ -50,8 +51,8 @@ def test_levels(order, step, heads, batch_invariant, device):
     assert_close(case, out, lse)
 
 
-@pytest.mark.parametrize("rows", [20, 45, 70])
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("rows", [20, 33, 45, 70])
+@pytest.mark.parametrize("heads", [16, 32, 64])
 def test_levels_of_many_rows(heads, rows, device):
     """Rows that have fewer workers than tiles; all ask the same."""
     case = leveled_case(heads, 1, "rising", 12.0)
@@ -64,3 +65,22 @@ def test_levels_of_many_rows(heads, rows, device):
 def test_levels_in_fp32(device):
     case = leveled_case(6, 2, "rising", 12.0)
     assert_close(case, *run(case, device))
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("order", ORDERS)
+def test_levels_of_every_entry(order, heads, device):
+    """Entries in the order of a block table, which cuts rows that a list leaves whole."""
+    page_size = 16
+    levels = ORDERS[order](torch.arange(SELECTED)).float()
+    kv = randn(SELECTED, 512, seed=1).float()
+    kv[:, :LEVEL] = levels[:, None]
+    pages = Pages.empty(SELECTED // page_size, "MainFp4", page_size)
+    table = torch.randperm(SELECTED // page_size, dtype=torch.int32)[None]
+    at = torch.arange(SELECTED)
+    slots = table[0, at // page_size].long() * page_size + at % page_size
+    reference_pages.store(kv.bfloat16(), pages.data, slots, "MainFp4", page_size)
+    q = leveled_case(heads, 3, order, 12.0).q
+    request, n_vis = torch.zeros(3, dtype=torch.int32), torch.tensor([512, 390, 65]).int()
+    case = Case(q=q, main=pages, contiguous=(table, request, n_vis))
+    assert_close(case, *run(case, device, dtype=torch.bfloat16))
