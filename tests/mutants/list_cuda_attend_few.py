@@ -71,6 +71,16 @@ MUTANTS = (
         "lists are whole tiles in benchmarks",
     ),
     Mutant(
+        1663,
+        "attend",
+        "sums of a row's pieces added as they are",
+        "sm90/attend/few_heads_values.cuh",
+        "total += exp2_approx(__ldcg(&partials[i].max[thread()]) - origin) *",
+        "total +=",
+        "seen only where rows are cut, which lists are not here",
+        test="tests/test_attend_maxima.py::test_levels_of_every_entry",
+    ),
+    Mutant(
         1664,
         "attend",
         "the base of the first tile stays",

@@ -14,7 +14,8 @@ HEADING = """\
 `make mutants` builds the library with one of these faults at a time and runs the tests until an
 assertion fails; `make gpu-mutants` does so for faults of CUDA kernels. A crash, a timeout or an
 unexpected error does not count. `tests/mutants` holds the patches. Those of `list_cases.py` and
-116 were chosen with the tests in view, the others of the CPU back end without.
+116 were chosen with the tests in view, the others of the CPU back end without. What notices a
+fault of a kernel is in the suite that `make gpu-test` runs.
 Written by `tests/mutants/run.py`.
 """
 

@@ -40,18 +40,19 @@ KINDS: dict[str, dict[str, tuple[int, ...]]] = {
     "index, select": {
         "lost tie": (1412, 1501),
         "dropped bin": (1502, 1531),
-        "missing barrier or wait": (1503,),
+        "missing barrier or wait": (1441, 1503),
         "last partial page": (1401, 1422),
-        "wrong scale group": (1402,),
+        "wrong scale group": (1402, 1442),
         "pool without the newest block": (1507,),
     },
     "attend": {
-        "missing barrier or wait": (1661,),
-        "last tile": (1610, 1662),
-        "mask of an absent slot": (1603, 1643, 1651),
-        "sink twice": (1606, 1649),
+        "missing barrier or wait": (1661, 1691),
+        "last tile": (1610, 1662, 1678),
+        "mask of an absent slot": (1603, 1643, 1651, 1671, 1672),
+        "stale ring stage": (1613, 1666, 1694),
+        "sink twice": (1606, 1614, 1649, 1665, 1696),
         "weights of an older maximum": (1605, 1641, 1644, 1652, 1653),
-        "scale of the next group": (1685,),
+        "scale of the next group": (1602, 1685),
     },
 }
 

@@ -60,7 +60,7 @@ STAGE_TESTS = {  # asked first
 }
 ALSO = {  # tests of a CUDA stage that have another name than it
     "step": ("test_schedule.py",),
-    "select": ("test_pool.py",),
+    "select": ("test_pool.py", "test_index_shapes.py"),
     "attend": ("test_merge.py",),
 }
 OPS = {  # of a CUDA stage, in the names of tests: those that are not its own name
