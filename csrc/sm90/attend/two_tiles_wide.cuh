@@ -56,14 +56,15 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         return Part::slot_of(tile, entry_of(tile), copies() && lane < kRecords);
     }
 
-    // Starts the copies of a tile after the first; what is not there is any record.
+    // Starts the copies of a tile after the first; for what is not there, of another record.
     __device__ __forceinline__ void start_tile(int32_t tile, int32_t slot) const {
         if (!copies()) return;
         Places places = plan.main;
         if (in_window(tile)) places = plan.window;
         const bool there = is_there(tile, entry_of(tile), places, slot);
         const uint32_t present = __ballot_sync(~0u, there && lane < kRecords);
-        const uint64_t from = reinterpret_cast<uint64_t>(places.row(there ? slot : 0));
+        const int32_t other = __shfl_sync(~0u, slot, __ffs(present) - 1);
+        const uint64_t from = reinterpret_cast<uint64_t>(places.row(there ? slot : other));
         const int first = (warp - kFirstCopier) * kRecords;
         uint8_t* to = shared.raw + (in_window(tile) ? Window::place(first) : Main::place(first));
         const int gap = in_window(tile) ? 0 : Main::place(4) - 4 * places.bytes;
