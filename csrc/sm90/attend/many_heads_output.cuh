@@ -8,6 +8,7 @@
 
 #include "sm90/attend/many_heads.cuh"
 #include "sm90/attend/output.cuh"
+#include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90::many_heads {
 
@@ -70,7 +71,7 @@ inline constexpr int kStagedBytes = 16 * kStagedRowBytes;
 
 __device__ __forceinline__ void stage_output(const Output& o, float upper, float lower,
                                              uint8_t* to) {
-    const int lane = threadIdx.x % 32;
+    const int lane = fresh(static_cast<int>(threadIdx.x % 32));
     // Of four 8 x 8 blocks this lane addresses row lane % 8 of block lane / 8: heads from 0 or 8
     // on, then the same of the next 8 columns.
     uint8_t* row = to + (lane % 16) * kStagedRowBytes;
@@ -89,17 +90,29 @@ __device__ __forceinline__ void stage_output(const Output& o, float upper, float
 template <int kFirstGroup>
 __device__ __forceinline__ void store_rows(const AttendParams& p, const Piece& piece,
                                            const uint8_t* from) {
-    const int lane = threadIdx.x % 32;
+    const int lane = fresh(static_cast<int>(threadIdx.x % 32));
     const int first = piece.head_block * kHeadBlock + threadIdx.x / 32 % kWarps * 16;
     const float* cos_sin = kFirstGroup + 31 >= kFirstRotated ? derotation(p, piece.row) : nullptr;
     uint16_t* out = p.out_bf16.at(piece.row, first);
-#pragma unroll 4
-    for (int r = 0; r < 16; ++r, out += p.out_bf16.head_stride) {
-        if (first + r >= p.heads) break;
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (from != nullptr)
-            x = natural_order(
-                *reinterpret_cast<const uint4*>(from + r * kStagedRowBytes + 16 * (lane ^ r % 8)));
+    const auto staged = [&](int r) {
+        return *reinterpret_cast<const uint4*>(from + r * kStagedRowBytes + 16 * (lane ^ r % 8));
+    };
+    if (from != nullptr && cos_sin == nullptr && first + 16 <= p.heads) {
+        constexpr int kAtATime = 4;
+#pragma unroll 1
+        for (int r = 0; r < 16; r += kAtATime) {
+            uint4 x[kAtATime];
+#pragma unroll
+            for (int i = 0; i < kAtATime; ++i) x[i] = staged(r + i);
+#pragma unroll
+            for (int i = 0; i < kAtATime; ++i, out += p.out_bf16.head_stride)
+                store_group(out, kFirstGroup + lane, natural_order(x[i]), nullptr);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int r = 0; r < 16 && first + r < p.heads; ++r, out += p.out_bf16.head_stride) {
+        const uint4 x = from != nullptr ? natural_order(staged(r)) : make_uint4(0, 0, 0, 0);
         store_group(out, kFirstGroup + lane, x, cos_sin);
     }
 }
