@@ -30,40 +30,56 @@ __device__ __forceinline__ void prefetch_lists(const AttendParams& p, int32_t ro
     if (p.main.slots && at < p.main.columns) prefetch_l2(p.main.slots.row(row) + at);
 }
 
-// A thread's 16-byte chunks of the queries of a piece, of a warpgroup: f(chunk, head, where it lies
-// in shared memory).
-template <class F>
-__device__ __forceinline__ void each_query_chunk(int thread, Shared& shared, const F& f) {
-    constexpr int kChunks = kHeadDim / kGroupDims;
-    thread = fresh(thread);
-    const int chunk = thread % kChunks;
-    uint8_t* panel = shared.q + chunk / 8 * kTilePanelBytes;
-#pragma unroll 4
-    for (int head = thread / kChunks; head < kHeadBlock; head += kWarpgroup / kChunks)
-        f(chunk, head, panel + panel_offset(head, chunk % 8));
-}
+// A thread's 16-byte chunks of the queries of a piece, of a warpgroup: one chunk of every
+// kQueryStep-th head.
+struct QueryChunks {
+    static constexpr int kChunks = kHeadDim / kGroupDims;
+    static constexpr int kStep = kWarpgroup / kChunks, kCount = kHeadBlock / kStep;
+    int chunk, head;  // the first
+    uint8_t* panel;
+
+    __device__ __forceinline__ QueryChunks(int thread, Shared& shared)
+        : chunk(fresh(thread) % kChunks),
+          head(fresh(thread) / kChunks),
+          panel(shared.q + chunk / 8 * kTilePanelBytes) {}
+    __device__ __forceinline__ uint8_t* at(int i) const {
+        return panel + panel_offset(head + i * kStep, chunk % 8);
+    }
+};
 
 // Nobody reads the queries before any more. Heads beyond the last are zero.
 __device__ __forceinline__ void start_queries(const AttendParams& p, int32_t row,
                                               int32_t head_block, int thread, Shared& shared) {
+    const QueryChunks mine(thread, shared);
     const int first_head = head_block * kHeadBlock;
     const uint16_t* heads = p.q.at(row, first_head);
-    each_query_chunk(thread, shared, [&](int chunk, int head, uint8_t* to) {
+#pragma unroll 4
+    for (int i = 0; i < mine.kCount; ++i) {
+        const int head = mine.head + i * mine.kStep;
         const bool there = first_head + head < p.heads;
         const uint16_t* from = heads + (there ? head * p.q.head_stride : 0);
-        copy_16_async(to, from + chunk * kGroupDims, there);
-    });
+        copy_16_async(mine.at(i), from + mine.chunk * kGroupDims, there);
+    }
 }
 
 // Puts them into paired order, and takes the sign of the softmax scale into them.
 __device__ __forceinline__ void finish_queries(const AttendParams& p, int thread, Shared& shared) {
+    constexpr int kAtATime = 4;  // reads that are on their way together
     const uint32_t sign = p.softmax_scale < 0.f ? 0x80008000u : 0;
+    const QueryChunks mine(thread, shared);
     wait_for_copies();
-    each_query_chunk(thread, shared, [&](int, int, uint8_t* at) {
-        uint4& x = *reinterpret_cast<uint4*>(at);
-        const uint4 y = paired_order(x);
-        x = make_uint4(y.x ^ sign, y.y ^ sign, y.z ^ sign, y.w ^ sign);
-    });
+#pragma unroll 1
+    for (int i = 0; i < mine.kCount; i += kAtATime) {
+        uint4 x[kAtATime];
+#pragma unroll
+        for (int j = 0; j < kAtATime; ++j) x[j] = *reinterpret_cast<const uint4*>(mine.at(i + j));
+#pragma unroll
+        for (int j = 0; j < kAtATime; ++j) {
+            const uint4 y = paired_order(x[j]);
+            *reinterpret_cast<uint4*>(mine.at(i + j)) =
+                make_uint4(y.x ^ sign, y.y ^ sign, y.z ^ sign, y.w ^ sign);
+        }
+    }
     cutlass::arch::fence_view_async_shared();
 }
 
@@ -210,60 +226,61 @@ struct Copier {
 #pragma unroll 1
         for (int first = 0; first < kWarpRecords; first += Passes::kRecords, slot.next()) {
             const uint32_t mine = present >> first & kAll;
-            const bool run = mine == kAll && ((follows >> first | 1) & kAll) == kAll;
             uint8_t* to = shared.slots[slot.at];
             CopyBarrier& full = shared.slot_full[slot.at];
-            shared.slot_empty[slot.at].wait(slot.parity ^ 1);
+            // Everything is known before the slot is waited for.
+            const auto wait = [&]() {
+                shared.slot_empty[slot.at].wait(slot.parity ^ 1);
+                if (lane == 0) {
+                    shared.holds[slot.at] = mine | list;
+                    full.expect_transaction(__popc(mine) * kEach);
+                }
+                __syncwarp();
+            };
+            if (mine != kAll) {
+                wait();
+#pragma unroll 1
+                for (int k = 0; k < Passes::kRecords; ++k)
+                    if (mine >> k & 1) start_copies<Passes, 1, 1>(from, first, k, to, full, [] {});
+            } else if (((follows >> first | 1) & kAll) == kAll) {
+                start_copies<Passes, Passes::kRecords, Passes::kTogether>(from, first, 0, to, full,
+                                                                          wait);
+            } else {
+                start_copies<Passes, Passes::kRecords, 1>(from, first, 0, to, full, wait);
+            }
             if constexpr (kApart) {
                 const int size = window ? plan.window.page.divisor : plan.main.page.divisor;
                 if (at.there && lane >= first && lane < first + Passes::kRecords)
                     copy_8_async(to + Passes::scales_place(lane - first),
                                  at.page + size * kEach + at.offset * Passes::kRecord.scale_bytes);
-            }
-            if (lane == 0) {
-                shared.holds[slot.at] = mine | list;
-                full.expect_transaction(__popc(mine) * kEach);
-            }
-            __syncwarp();
-            if (run)
-                start_copies<Passes, kAll, true>(from, first, mine, to, full);
-            else if (mine == kAll)
-                start_copies<Passes, kAll, false>(from, first, mine, to, full);
-            else
-                start_copies<Passes, 0, false>(from, first, mine, to, full);
-            if constexpr (kApart)
                 cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
-            else
+            } else {
                 full.arrive();
+            }
             // Both slots are on their way: a third one would wait for the tiles of the piece
             // before.
             if (brings && first + Passes::kRecords == kMostRecords) start_query();
         }
     }
 
-    // Of records first .. of the warp. kMine: those that are present, if that is known.
-    template <class Passes, uint32_t kMine, bool kRun>
-    static __device__ __forceinline__ void start_copies(const uint8_t* from, int first,
-                                                        uint32_t mine, uint8_t* to,
-                                                        CopyBarrier& full) {
-        constexpr int kStride = kRun ? Passes::kTogether : 1;
-        constexpr int kStep = 4;  // addresses that are there at a time
+    // Of kCount records from k on of those that are first .. of the warp, kTogether with each copy.
+    template <class Passes, int kCount, int kTogether, class Wait>
+    static __device__ __forceinline__ void start_copies(const uint8_t* from, int first, int k,
+                                                        uint8_t* to, CopyBarrier& full,
+                                                        const Wait& wait) {
+        constexpr int kCopies = kCount / kTogether;
+        const uint8_t* records[kCopies];
 #pragma unroll
-        for (int k = 0; k < Passes::kRecords; k += kStep) {
-            const uint8_t* records[kStep];
+        for (int i = 0; i < kCopies; ++i) records[i] = broadcast(from, first + k + i * kTogether);
+        wait();
+        if (cute::elect_one_sync()) {
 #pragma unroll
-            for (int i = 0; i < kStep; i += kStride) records[i] = broadcast(from, first + k + i);
-            if (cute::elect_one_sync()) {
-#pragma unroll
-                for (int i = 0; i < kStep; i += kStride) {
-                    if (kMine != 0 || (mine >> (k + i) & 1) != 0)
-                        cute::SM90_BULK_COPY_G2S::copy(
-                            records[i], reinterpret_cast<uint64_t*>(&full),
-                            to + Passes::place(k + i), kStride * Passes::kCopied);
-                }
-            }
-            __syncwarp();
+            for (int i = 0; i < kCopies; ++i)
+                cute::SM90_BULK_COPY_G2S::copy(records[i], reinterpret_cast<uint64_t*>(&full),
+                                               to + Passes::place(k + i * kTogether),
+                                               kTogether * Passes::kCopied);
         }
+        __syncwarp();
     }
 
     __device__ __forceinline__ void put_end() {
