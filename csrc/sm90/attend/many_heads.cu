@@ -33,8 +33,8 @@ namespace many_heads {
 using cutlass::arch::NamedBarrier;
 
 // 64 K registers: 128 a thread at entry. Scores hold 128 + 32 accumulators and 16 probabilities.
-constexpr int kScoreRegisters = 208, kValueRegisters = 160;
-constexpr int kConvertRegisters = 88, kCopyRegisters = 144 - kConvertRegisters;
+constexpr int kScoreRegisters = 208, kValueRegisters = 168;
+constexpr int kConvertRegisters = 80, kCopyRegisters = 136 - kConvertRegisters;
 static_assert(kScoreRegisters + kValueRegisters + kConvertRegisters + kCopyRegisters == 512);
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
@@ -47,10 +47,11 @@ constexpr float kSlack = 8.f;
 struct Softmax {
     float max[2] = {-INFINITY, -INFINITY};  // about the largest logit
     float sum[2] = {0.f, 0.f};              // of this lane's records
+    float base[2];                          // the maximum, if there is one
 
-    // s: products with the tile. Leaves probabilities in s and the weight of earlier tiles in keep.
-    __device__ __forceinline__ void step(float (&s)[32], float scale, uint64_t present,
-                                         float (&keep)[2]) {
+    // s: products with the tile. Finds the maxima and the weight of earlier tiles.
+    __device__ __forceinline__ void raise(float (&s)[32], float scale, uint64_t present,
+                                          float (&keep)[2]) {
         const int column = threadIdx.x % 4 * 2;
         if (present != ~uint64_t{0}) {
 #pragma unroll
@@ -71,33 +72,37 @@ struct Softmax {
             // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
             const float before = max[h];
             if (largest > before + kSlack) max[h] = largest;
-            const float base = max[h] == -INFINITY ? 0.f : max[h];
-            keep[h] = exp2_approx(before - base);
+            base[h] = max[h] == -INFINITY ? 0.f : max[h];
+            keep[h] = exp2_approx(before - base[h]);
+            sum[h] *= keep[h];
+        }
+    }
+
+    // Probabilities of one half of the tile's records, in place.
+    __device__ __forceinline__ void weigh(float (&s)[32], float scale, int half) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
             float total[2] = {0.f, 0.f};
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
+            for (int j = 4 * half; j < 4 * half + 4; ++j) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float& x = s[4 * j + 2 * h + i];
-                    x = exp2_approx(fmaf(x, scale, -base));
+                    x = exp2_approx(fmaf(x, scale, -base[h]));
                     total[i] += x;
                 }
             }
-            sum[h] = fmaf(sum[h], keep[h], total[0] + total[1]);
+            sum[h] += total[0] + total[1];
         }
     }
 };
 
-// Probabilities as the A operand of the products with the values, one fragment per 16 records.
-__device__ __forceinline__ void to_fragments(const float (&s)[32], FragmentA (&a)[4]) {
+// Probabilities as the A operand of the products with the values: of 16 records.
+__device__ __forceinline__ void to_fragment(const float (&s)[32], int k, FragmentA& a) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const __nv_bfloat162 pair =
-                __floats2bfloat162_rn(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
-            memcpy(&a[k][i], &pair, sizeof pair);
-        }
+    for (int i = 0; i < 4; ++i) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+        memcpy(&a[i], &pair, sizeof pair);
     }
 }
 
@@ -137,14 +142,12 @@ __device__ __forceinline__ void issue_scores(uint64_t q, uint64_t kv, float (&s)
     cute::warpgroup_commit_batch();
 }
 
-// p . v of a tile, for one half of the columns: 4 steps of 16 records.
-template <class Operand>
+// p . v of a tile, for one half of the columns: steps kFirst .. kEnd of 16 records.
+template <int kFirst, int kEnd, class Operand>
 __device__ __forceinline__ void issue_values(const Operand& operand, uint64_t kv, Output& o) {
-    kv = uniform(kv);
-    fence_registers(o.part);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < kAttendTile / 16; ++k) {
+    for (int k = kFirst; k < kEnd; ++k) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const int at = k * 16 * kPanelRowBytes + n * kProductPanels * kTilePanelBytes;
@@ -156,24 +159,31 @@ __device__ __forceinline__ void issue_values(const Operand& operand, uint64_t kv
 
 // The end of a piece's sums: two heads a lane, of which each fourth lane speaks.
 struct Sums {
-    float all[2];
     bool whole;
+    float sink[2];  // where the row is not cut
+    float all[2];
 
-    // With the sink, where the row is not cut: factors for both warpgroups.
-    __device__ __forceinline__ void finish(const AttendParams& p, const Cuts& cuts,
-                                           const Piece& piece, const RowPair& rows,
-                                           const Softmax& softmax, float* factor) {
-        whole = cuts.count(piece.row) == 0;
+    __device__ __forceinline__ Sums(const AttendParams& p, const Cuts& cuts, const Piece& piece,
+                                    const RowPair& rows)
+        : whole(cuts.count(piece.row) == 0) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int head = piece.head_block * kHeadBlock + rows.head[h];
+            const bool has_sink = whole && head < p.heads && p.sink != nullptr;
+            sink[h] = has_sink ? p.sink[head] : -INFINITY;
+        }
+    }
+
+    // Factors for both warpgroups.
+    __device__ __forceinline__ void finish(const RowPair& rows, const Softmax& softmax,
+                                           float* factor) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float sum = softmax.sum[h];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             all[h] = sum;
-            const int head = piece.head_block * kHeadBlock + rows.head[h];
-            const bool there = head < p.heads;
-            const float sink = whole && there && p.sink != nullptr ? p.sink[head] : -INFINITY;
-            sum += exp2f(fmaf(sink, kLog2e, -softmax.max[h]));
+            sum += exp2f(fmaf(sink[h], kLog2e, -softmax.max[h]));
             if (threadIdx.x % 4 == 0)
                 factor[rows.head[h]] = all[h] == 0.f ? 0.f : kTileFactor / sum;
         }
@@ -217,14 +227,6 @@ __device__ __forceinline__ void start_scores(Shared& shared, const Ring& ring, u
     issue_scores(q, advance(k_major(shared.kv[0]), ring.stage * kTileBytes), state.s);
 }
 
-// The softmax of a tile whose products are there.
-__device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, float scale,
-                                      ScoreState& state) {
-    const uint64_t present = *reinterpret_cast<const uint64_t*>(shared.present[ring.stage]);
-    state.softmax.step(state.s, scale, present, state.keep);
-    to_fragments(state.s, state.a);
-}
-
 // The other warpgroup's share of it.
 __device__ __forceinline__ void share_weights(Shared& shared, const RowPair& rows,
                                               ScoreState& state) {
@@ -235,26 +237,37 @@ __device__ __forceinline__ void share_weights(Shared& shared, const RowPair& row
     shared.weights_full.arrive();
 }
 
-__device__ __forceinline__ void start_values(Shared& shared, const Ring& ring, ScoreState& state) {
+// The softmax of a tile whose products are there, and the own half of p . v: the second half of the
+// probabilities is computed under the products with the first.
+__device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, float scale,
+                                      ScoreState& state) {
+    const uint64_t present = *reinterpret_cast<const uint64_t*>(shared.present[ring.stage]);
+    const uint64_t kv =
+        uniform(advance(mn_major(shared.kv[0], kTilePanelBytes), ring.stage * kTileBytes));
+    const auto operand = [&](int k) -> const FragmentA& { return state.a[k]; };
+    state.softmax.raise(state.s, scale, present, state.keep);
     rescale(state.o, state.keep[0], state.keep[1]);
-    issue_values([&](int k) -> const FragmentA& { return state.a[k]; },
-                 advance(mn_major(shared.kv[0], kTilePanelBytes), ring.stage * kTileBytes),
-                 state.o);
+    state.softmax.weigh(state.s, scale, 0);
+    to_fragment(state.s, 0, state.a[0]);
+    to_fragment(state.s, 1, state.a[1]);
+    fence_registers(state.o.part);
+    issue_values<0, 2>(operand, kv, state.o);
+    state.softmax.weigh(state.s, scale, 1);
+    to_fragment(state.s, 2, state.a[2]);
+    to_fragment(state.s, 3, state.a[3]);
+    issue_values<2, 4>(operand, kv, state.o);
 }
 
-// The tiles of a piece; at least one. A tile is given back before the products of the next one are
-// issued, which the conversion of the one after that is under. The last tile is kept.
+// The tiles of a piece but the last, which has its products then, as the first one has them
+// before. A tile is given back before the products of the next one are issued, which the
+// conversion of the one after that is under.
 __device__ __forceinline__ void score_tiles(Shared& shared, int count, const RowPair& rows,
-                                            float scale, Ring& ring, ScoreState& state) {
-    const uint64_t q = uniform(k_major(shared.q));
-    start_scores(shared, ring, q, state);
-    cute::warpgroup_wait<0>();
-    fence_registers(state.s);
+                                            uint64_t q, float scale, Ring& ring,
+                                            ScoreState& state) {
     for (int tile = 1; tile < count; ++tile) {
         Ring next = ring;
         next.advance();
         weigh(shared, ring, scale, state);
-        start_values(shared, ring, state);
         share_weights(shared, rows, state);
         cute::warpgroup_wait<0>();
         fence_registers(state.o.part);
@@ -265,8 +278,11 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, const Row
         ring = next;
     }
     shared.query_empty.arrive();
+}
+
+__device__ __forceinline__ void score_last_tile(Shared& shared, const RowPair& rows, float scale,
+                                                const Ring& ring, ScoreState& state) {
     weigh(shared, ring, scale, state);
-    start_values(shared, ring, state);
     share_weights(shared, rows, state);
     cute::warpgroup_wait<0>();
     fence_registers(state.o.part);
@@ -277,6 +293,25 @@ __device__ __forceinline__ void sync_warpgroup(int id) {
     NamedBarrier::sync(kWarpgroup, static_cast<uint32_t>(id));
 }
 
+// The next piece is known, its queries and its first tile are there: the same for all warps.
+__device__ __forceinline__ bool next_is_there(Shared& shared, PieceTurn turn, const Ring& ring) {
+    ++turn.number;
+    if (threadIdx.x == 0) {
+        bool there = shared.piece_full[turn.at()].test_wait(turn.parity());
+        if (there) {
+            const Piece& piece = shared.pieces[turn.at()];
+            there = piece.row >= 0 && piece.first < piece.end &&
+                    shared.query_full.test_wait(turn.number & 1) &&
+                    shared.tile_full[ring.stage].test_wait(ring.parity);
+        }
+        shared.next_is_there = there;
+    }
+    sync_warpgroup(0);
+    if (!shared.next_is_there) return false;
+    shared.query_full.wait(turn.number & 1);
+    return true;
+}
+
 __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& plan,
                                        const Cuts& cuts, Shared& shared) {
     const RowPair rows;
@@ -284,6 +319,8 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
     const float scale = fmaxf(fabsf(p.softmax_scale), 1e-30f) * (kTileFactor * kLog2e);
     Ring ring;
     ScoreState state;
+    const uint64_t q = uniform(k_major(shared.q));
+    bool started = false;  // the products of the first tile
     for (PieceTurn turn;; ++turn.number) {
         state.o.clear();
         state.softmax = Softmax();
@@ -292,10 +329,18 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         if (piece.row < 0) break;
         const int count = piece.end - piece.first;
         shared.query_full.wait(turn.number & 1);
-        if (count > 0)
-            score_tiles(shared, count, rows, scale, ring, state);
-        else
+        if (count > 0) {
+            if (!started) {
+                start_scores(shared, ring, q, state);
+                cute::warpgroup_wait<0>();
+                fence_registers(state.s);
+            }
+            score_tiles(shared, count, rows, q, scale, ring, state);
+        } else {
             shared.query_empty.arrive();
+        }
+        Sums sums(p, cuts, piece, rows);
+        if (count > 0) score_last_tile(shared, rows, scale, ring, state);
         // The values are done with the piece before, however short both are: two ahead, the parity
         // that they wait for would be the old one again.
         if (turn.number > 0) {
@@ -303,18 +348,28 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
             shared.piece_empty[before.at()].wait(before.parity());
         }
         float* factor = shared.factor[turn.number & 1];
-        Sums sums;
-        sums.finish(p, cuts, piece, rows, state.softmax, factor);
+        sums.finish(rows, state.softmax, factor);
         shared.factor_full.arrive();
-        sums.store_lse(p, cuts, piece, rows, state.softmax);
         sync_warpgroup(0);
-        const Finished finished = stage<0>(cuts, plan, piece, factor,
-                                           count > 0 ? shared.kv[ring.stage] : nullptr, state.o);
-        store<0>(p, piece, finished, shared.kv[ring.stage]);
-        if (count > 0) {
-            shared.tile_empty[ring.stage].arrive();
-            ring.advance();
+        const Ring last = ring;
+        if (count > 0) ring.advance();
+        uint8_t* tile = shared.kv[last.stage];
+        const Finished finished =
+            stage<0>(cuts, plan, piece, factor, count > 0 ? tile : nullptr, state.o);
+        const auto store_all = [&]() {
+            sums.store_lse(p, cuts, piece, rows, state.softmax);
+            store<0>(p, piece, finished, tile);
+        };
+        started = next_is_there(shared, turn, ring);
+        if (started) {
+            start_scores(shared, ring, q, state);
+            store_all();
+            cute::warpgroup_wait<0>();
+            fence_registers(state.s);
+        } else {
+            store_all();
         }
+        if (count > 0) shared.tile_empty[last.stage].arrive();
         shared.piece_empty[turn.at()].arrive();
     }
 }
@@ -346,8 +401,10 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
             shared.weights_full.wait(weights_parity);
             weights_parity ^= 1;
             rescale(o, shared.keep[rows.head[0]], shared.keep[rows.head[1]]);
-            issue_values([&](int k) { return advance(probabilities, k * 32); },
-                         advance(columns, ring.stage * kTileBytes), o);
+            fence_registers(o.part);
+            issue_values<0, kAttendTile / 16>([&](int k) { return advance(probabilities, k * 32); },
+                                              uniform(advance(columns, ring.stage * kTileBytes)),
+                                              o);
             cute::warpgroup_wait<0>();
             fence_registers(o.part);
             shared.weights_empty.arrive();

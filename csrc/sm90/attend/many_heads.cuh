@@ -51,6 +51,7 @@ struct Shared {
     float factor[2][kHeadBlock];                   // of the finished output, pieces in turns
     alignas(8) uint16_t present[kStages][kWarps];  // a bit per record
     uint32_t holds[kSlots];
+    bool next_is_there;     // says a thread of the scores to the others
     Piece pieces[kPieces];  // in turns; row -1: no more
     CopyBarrier slot_full[kSlots];
     Barrier slot_empty[kSlots];
