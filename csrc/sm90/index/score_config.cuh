@@ -22,15 +22,9 @@ struct ScorePlan {
     int32_t num_stages;
 };
 
-enum class Rows {
-    kAny,  // groups of any number
-    kOne,  // groups of one row with no more heads than an MMA takes
-};
-
-template <int kHeads_, Rows kRows, class Sink_>
+template <int kHeads_, class Sink_>
 struct ScoreConfig {
     using Sink = Sink_;
-    static constexpr bool kOne = kRows == Rows::kOne;
     static constexpr int kHeads = kHeads_;  // a block of a row: heads are padded to it
     static constexpr int kGroups = 3;       // of consumer warps
     static_assert(kGroups == kFeeders, "a group has a part in every unit of a stage, or in none");
@@ -38,9 +32,9 @@ struct ScoreConfig {
     static constexpr int kThreads = kConsumers + kPlanners;
     // N of an MMA with groups apart: two blocks of four accumulators are in flight.
     static constexpr int kGroupHeads = kHeads < 16 ? kHeads : 16;
-    static constexpr int kColumns = kOne ? kHeads : 2 * kHeads;   // N of an MMA on folded codes
+    static constexpr int kColumns = 2 * kHeads;                   // N of an MMA on folded codes
     static constexpr int kQuadHeads = kHeads < 16 ? kHeads : 16;  // of each of four rows
-    static constexpr int kSums = kHeads / 2, kGroupSums = kGroupHeads / 2;  // of a thread and tile
+    static constexpr int kGroupSums = kGroupHeads / 2;            // of a thread and tile
 };
 
 constexpr int32_t kMaxStages = 12;
@@ -70,17 +64,16 @@ struct ScoreShared {
     int32_t bytes;
 
     __host__ __device__ ScoreShared(uint8_t* base, const ScorePlan& plan) {
-        const int32_t rows_heads =
-            Config::kOne ? Config::kHeads : tile_rows(plan.max_rows) * plan.padded_heads;
+        const int32_t rows_heads = tile_rows(plan.max_rows) * plan.padded_heads;
         const int32_t heads =
             (rows_heads + Config::kColumns - 1) / Config::kColumns * Config::kColumns;
         const int32_t tile = heads * kQueryBytes;
-        const int32_t weights_at = kFixedBytes + (Config::kOne ? 3 : 2) * tile;
+        const int32_t weights_at = kFixedBytes + 2 * tile;
         const int32_t stages_at = weights_at + 2 * heads * static_cast<int32_t>(sizeof(float));
         fixed = reinterpret_cast<Fixed*>(base);
         queries.codes = base + kFixedBytes;
         queries.units = queries.codes + tile;
-        queries.minus = Config::kOne ? queries.units + tile : nullptr;
+        queries.minus = nullptr;
         queries.weights = reinterpret_cast<float*>(base + weights_at);
         queries.folded_weights = queries.weights + heads;
         queries.plain = fixed->plain;

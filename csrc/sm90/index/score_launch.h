@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "sm90/common/launch.h"
+#include "sm90/index/score_rows.cuh"
 #include "sm90/index/score_single.cuh"
 #include "sm90/index/score_tile.cuh"
 
@@ -41,17 +42,18 @@ cudaError_t launch_score_tiles(const IndexScoresParams& p, ScorePlan plan,
                         ScoreShared<Config>(nullptr, plan).bytes, stream, p, plan, sink);
 }
 
-template <int kHeads, class Sink>
-cudaError_t launch_score_single(const IndexScoresParams& p, const typename Sink::Params& sink,
-                                cudaStream_t stream) {
+// A kernel of groups of four warps, each with keys of its own.
+template <class Shared, class Sink>
+cudaError_t launch_score_rows(void (*kernel)(IndexScoresParams, typename Sink::Params),
+                              const IndexScoresParams& p, const typename Sink::Params& sink,
+                              cudaStream_t stream) {
     int device = 0, sms = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) {
         error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     }
     if (error != cudaSuccess) return error;
-    return launch_after(score_single_kernel<kHeads, Sink>, dim3(sms), kRowThreads,
-                        sizeof(SingleShared<kHeads>), stream, p, sink);
+    return launch_after(kernel, dim3(sms), kRowThreads, sizeof(Shared), stream, p, sink);
 }
 
 template <int kHeads, class Sink>
@@ -59,10 +61,20 @@ cudaError_t launch_score_tiles(const IndexScoresParams& p, const typename Sink::
                                cudaStream_t stream) {
     const ScorePlan plan = plan_scores(p, kHeads);
     if (plan.max_rows == 1 && plan.padded_heads == kHeads) {
-        if (p.batch.rows == 1) return launch_score_single<kHeads, Sink>(p, sink, stream);
-        return launch_score_tiles<ScoreConfig<kHeads, Rows::kOne, Sink>>(p, plan, sink, stream);
+        if (p.batch.rows == 1) {
+            return launch_score_rows<SingleShared<kHeads>, Sink>(score_single_kernel<kHeads, Sink>,
+                                                                 p, sink, stream);
+        }
+        return launch_score_rows<RowsShared<kHeads, 1>, Sink>(score_rows_kernel<kHeads, 1, Sink>, p,
+                                                              sink, stream);
     }
-    return launch_score_tiles<ScoreConfig<kHeads, Rows::kAny, Sink>>(p, plan, sink, stream);
+    if constexpr (kHeads == 32) {
+        if (plan.max_rows == 1 && plan.padded_heads == 2 * kHeads) {
+            return launch_score_rows<RowsShared<kHeads, 2>, Sink>(
+                score_rows_kernel<kHeads, 2, Sink>, p, sink, stream);
+        }
+    }
+    return launch_score_tiles<ScoreConfig<kHeads, Sink>>(p, plan, sink, stream);
 }
 
 // Scores of every visible entry, handed to a sink (score_tile.cuh). takes_tiles(p) holds.

@@ -1,12 +1,11 @@
-// The main loop of the kernels that score index keys for several rows or many heads
-// (score_single.cuh has the others): FP4 keys from pages against the queries of a group, final FP32
+// The main loop of the kernels that score index keys for rows that share them or many heads
+// (score_single.cuh and score_rows.cuh have the others): FP4 keys from pages against the queries of a group, final FP32
 // scores handed to a sink.
 //
 // Warps: groups of four take passes of kPassKeys keys in turn; three feeders behind them bring the
 // keys (key_ring.cuh). Keys are the M rows of MMA tiles, their codes in registers; queries are N.
-// Units whose scales allow it go to score_one.cuh, score_quads.cuh (three rows or more) or
-// score_folded.cuh, the others to score_groups.cuh: the bits are those of core/scoring.h either
-// way.
+// Units whose scales allow it go to score_quads.cuh (three rows or more) or score_folded.cuh, the
+// others to score_groups.cuh: the bits are those of core/scoring.h either way.
 //
 // A sink is an object of each consumer thread:
 //
@@ -37,7 +36,6 @@
 
 #include "sm90/common/dependents.cuh"
 #include "sm90/index/score_groups.cuh"
-#include "sm90/index/score_one.cuh"
 #include "sm90/index/score_quads.cuh"
 
 namespace flash_csa::sm90 {
@@ -56,8 +54,6 @@ __device__ __forceinline__ void score_pass(const IndexScoresParams& p, const Seg
     ring.ready[at_stage].wait(at.phase);  // whose feeder has waited for the copies
     if ((*shared.queries.folds & stage.folds) == 0) {
         score_groups<Config>(p, segment, plan, shared, keys, sink);
-    } else if constexpr (Config::kOne) {
-        score_one<Config>(segment, shared, keys, sink);
     } else if (segment.rows >= kQuadRows) {
         if (plan.padded_heads == 2 * Config::kQuadHeads) {
             score_quads<Config, true>(segment, plan, shared, keys, sink);
