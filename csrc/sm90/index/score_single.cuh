@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     keys.init();
     shared.queries.init(threadIdx.x);
     __syncthreads();
-    allow_dependents();
     wait_for_previous();
+    allow_dependents();
     Sink sink(sink_params, nullptr);
     score_single(p, shared.queries, keys, sink);
 }

@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         shared.fixed->list_empty.init(Config::kThreads);
         shared.ring.init(kPasses * kGroupThreads);
     }
-    allow_dependents();
     wait_for_previous();
+    allow_dependents();
     __syncthreads();
     const int32_t warp = threadIdx.x / 32;
     constexpr int32_t kFirstFeeder = Config::kConsumers / 32;

@@ -79,8 +79,13 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
     Exchange<kCluster> exchange(kCluster ? &static_cast<ClusterShared&>(shared).inbox : nullptr,
                                 size_log);
     clear_candidates(shared.top_k);
-    wait_for_previous();
-    allow_dependents();
+    const auto start = [] {
+        wait_for_previous();
+        allow_dependents();
+    };
+    // The kernel that leaves maxima lets this one start when what came before it has ended: all but
+    // scores and maxima is there.
+    if (kAmong != Among::BlockMaxima) start();
     const int64_t row = blockIdx.x >> size_log;
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
     constexpr int kPer = kAmong == Among::BlockMaxima ? kPoolBlock : 1;  // columns of a value
@@ -110,6 +115,7 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
                                kPer > 1 ? values : nullptr, page_shift);
     }
     __syncthreads();
+    if (kAmong == Among::BlockMaxima) start();
     if (kPer > 1) read((shared.row.columns.count + kIndexTile - 1) / kIndexTile * kIndexTile);
     const PagedRow& of = shared.row;
     CandidateShared& top_k = shared.top_k;
