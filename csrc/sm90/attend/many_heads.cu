@@ -160,7 +160,7 @@ __device__ __forceinline__ void issue_values(const Operand& operand, uint64_t kv
 // The end of a piece's sums: two heads a lane, of which each fourth lane speaks.
 struct Sums {
     bool whole;
-    float sink[2];  // where the row is not cut
+    float sinks[2];  // where the row is not cut
     float all[2];
 
     __device__ __forceinline__ Sums(const AttendParams& p, const Cuts& cuts, const Piece& piece,
@@ -169,8 +169,9 @@ struct Sums {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int head = piece.head_block * kHeadBlock + rows.head[h];
-            const bool has_sink = whole && head < p.heads && p.sink != nullptr;
-            sink[h] = has_sink ? p.sink[head] : -INFINITY;
+            const bool there = head < p.heads;
+            const float sink = whole && there && p.sink != nullptr ? p.sink[head] : -INFINITY;
+            sinks[h] = sink;
         }
     }
 
@@ -183,7 +184,8 @@ struct Sums {
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             all[h] = sum;
-            sum += exp2f(fmaf(sink[h], kLog2e, -softmax.max[h]));
+            const float sink = sinks[h];
+            sum += exp2f(fmaf(sink, kLog2e, -softmax.max[h]));
             if (threadIdx.x % 4 == 0)
                 factor[rows.head[h]] = all[h] == 0.f ? 0.f : kTileFactor / sum;
         }
