@@ -64,8 +64,6 @@ struct StoreMaxima {
 constexpr int64_t kScanRows = 256;
 constexpr float kScanEntries = 1.75f;
 
-constexpr int64_t kTileGroup = 16;  // rows that share keys, with 32 heads
-
 int64_t capacity_of(const IndexSelectParams& p) {
     return int64_t{p.scores.block_table.columns} * p.scores.index.page_size;
 }
@@ -78,17 +76,6 @@ bool scans_pools(const IndexSelectParams& p) {
            static_cast<float>(capacity_of(p)) <= most && capacity_of(p) <= kMostMaskedColumns &&
            takes_tiles(all) && p.select.k <= kMaxClusterTopK &&
            reinterpret_cast<uintptr_t>(p.scores.workspace.data) % sizeof(float4) == 0;
-}
-
-// Rows of a tile, of the most that fit: whole waves of the selection, of which an SM takes two rows
-// at once, or whole groups of the scores.
-int64_t whole_tile(int64_t most) {
-    int device = 0, sms = 0;
-    if (cudaGetDevice(&device) == cudaSuccess) {
-        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    }
-    const int64_t wave = 2 * sms, unit = most >= wave && wave > 0 ? wave : kTileGroup;
-    return most >= unit ? most / unit * unit : most;
 }
 
 // How the workspace is used.
@@ -114,8 +101,7 @@ Plan plan_of(const IndexSelectParams& p) {
     const int64_t pieces = std::max<int64_t>(
         0, std::min<int64_t>(kMaxPieces, (scratch - row_bytes - 15) / piece_bytes));
     plan.select_bytes = kSyncBytes + (pieces * piece_bytes + 15) / 16 * 16;
-    plan.rows =
-        whole_tile(std::max<int64_t>(0, p.scores.workspace.bytes - plan.select_bytes) / row_bytes);
+    plan.rows = std::max<int64_t>(0, p.scores.workspace.bytes - plan.select_bytes) / row_bytes;
     return plan;
 }
 

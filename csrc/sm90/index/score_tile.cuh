@@ -1,6 +1,6 @@
 // The main loop of the kernels that score index keys for rows that share them or many heads
-// (score_single.cuh and score_rows.cuh have the others): FP4 keys from pages against the queries of a group, final FP32
-// scores handed to a sink.
+// (score_single.cuh and score_rows.cuh have the others): FP4 keys from pages against the queries of
+// a group, final FP32 scores handed to a sink.
 //
 // Warps: groups of four take passes of kPassKeys keys in turn; three feeders behind them bring the
 // keys (key_ring.cuh). Keys are the M rows of MMA tiles, their codes in registers; queries are N.
