@@ -20,9 +20,11 @@ from fnmatch import fnmatch
 TOOLS = ("racecheck", "synccheck", "memcheck", "initcheck")  # the slowest first
 FOUND = 97  # exit code of a tool that found an error
 TIMEOUT = 150  # seconds of a process: most take 40
+BARRIERS = 256  # of a block, at most
 REFUSALS = ("Device not supported", "not supported on", "Unable to find", "LibraryNotLoaded")
 OPS = ("compress*", "attend*", "index_scores*", "index_select*", "[!cai]*")  # of a process
 SEVENTY = {"start": tuple(range(70)), "rows": (1,) * 70, "pages": 9}  # more rows than half the SMs
+ONLY_ROW = {"start": (1000,), "rows": (1,), "padding": 0, "pages": 126}
 SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
     ({}, "*"),  # the table's own
     ({"start": (0,), "rows": (17,), "padding": 48, "pages": 3}, "*"),  # a chunk
@@ -32,7 +34,8 @@ SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
     ({"start": (0,), "rows": (300,), "pages": 3}, "index_select-restrict"),  # a pool from a scan
     ({"start": (8190,), "rows": (2,), "pages": 1024}, "*select-*"),  # rows for clusters
     ({"index_heads": 64}, "index_*"),
-    ({"start": (1000,), "rows": (1,), "pages": 126, "index_heads": 32}, "index_*"),  # the only row
+    (ONLY_ROW, "index_*"),
+    (ONLY_ROW | {"index_heads": 32}, "index_*"),
     ({"heads": 64}, "attend-*"),
     ({"start": tuple(range(31)), "rows": (1,) * 31, "pages": 5, "heads": 64}, "attend-*"),
     (SEVENTY | {"heads": 8}, "attend-*"),
@@ -90,6 +93,8 @@ class Part:
 
 def run_part(program: str, tool: str, glob: str) -> Part:
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    if tool == "synccheck":  # its own count may be too low: launches then fail
+        command += ["--num-cuda-barriers", str(BARRIERS)]
     command += [sys.executable, os.path.abspath(__file__), "--calls", glob]
     # A block of its own for every tensor: an access beyond one tensor is an access beyond a block.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
