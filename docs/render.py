@@ -1,6 +1,7 @@
-"""Writes tables of documents from the code and the committed rows. `--check` only compares.
-`--accuracy` first takes the results.json of a run of `python -m flash_csa accuracy`, without its
-finer buckets.
+"""Writes tables of documents from the code and the committed rows: those of the README and of
+traffic.md by name, and in every document `rows GLOB ...`, of such cases of the benchmark.
+`--check` only compares. `--accuracy` first takes the results.json of a run of `python -m flash_csa
+accuracy`, without its finer buckets.
 
 usage: python docs/render.py [--check] [--accuracy results.json]
 """
@@ -8,6 +9,7 @@ usage: python docs/render.py [--check] [--accuracy results.json]
 import json
 import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 from flash_csa import _C, RECORDS, accounting
@@ -16,6 +18,7 @@ from flash_csa.accuracy import summary
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench import provenance, results  # noqa: E402
+from bench.cases import CASES  # noqa: E402
 
 README = ROOT / "README.md"
 TRAFFIC = ROOT / "docs" / "traffic.md"
@@ -97,25 +100,61 @@ def support() -> str:
     return table(["what", "supported"], rows)
 
 
+STALE = "\n\n† measured before the last change of its kernel."
+
+
+def is_current(row: dict) -> bool:
+    """Whether a row's kernel is the one in the tree."""
+    return all(row[key] == tree for key, tree in provenance.trees(row["stage"]).items())
+
+
+def figures(row: dict) -> tuple[str, str, str, str, str]:
+    """A row's case, with a dagger where the kernel has changed since; our time and the peer's, us;
+    their ratio, and the fraction of the ceiling.
+    """
+    peer = "" if row["peer_us"] is None else f"{row['peer_us']:,.1f}"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    fraction = "" if row["fraction"] is None else f"{100 * row['fraction']:.0f} %"
+    name = f"`{row['case']}`{'' if is_current(row) else ' †'}"
+    return name, f"{row['ours_us']:,.1f}", peer, ratio, fraction
+
+
+def measured(globs: list[str]) -> list[dict]:
+    """The committed rows of cases with a stage whose names match."""
+    return [
+        row
+        for row in results.load(H200).values()
+        if row["stage"]
+        and row["ours_us"] is not None
+        and any(fnmatch(row["case"], glob) for glob in globs)
+    ]
+
+
 def bench_table() -> str:
-    """Ours beside the peer, from the committed rows; a dagger: the kernel has changed since."""
-    rows = results.load(H200)
+    """Ours beside the peer."""
+    rows = measured(["*"])
     if not rows:
         return "No results yet; `make gpu-bench` writes them."
-    lines, stale = [], False
-    for row in rows.values():
-        if not row["stage"] or row["ours_us"] is None:
-            continue
-        current = all(row[key] == tree for key, tree in provenance.trees(row["stage"]).items())
-        stale = stale or not current
-        peer = "" if row["peer_us"] is None else f"{row['peer_us']:,.1f}"
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        fraction = "" if row["fraction"] is None else f"{100 * row['fraction']:.0f} %"
-        name = f"`{row['case']}`{'' if current else ' †'}"
-        lines.append([name, f"{row['ours_us']:,.1f}", peer, row["peer"] or "", ratio, fraction])
+    lines = []
+    for row in rows:
+        name, ours, peer, ratio, fraction = figures(row)
+        lines.append([name, ours, peer, row["peer"] or "", ratio, fraction])
     header = ["case", "ours, us", "peer, us", "peer", "ratio", "of the ceiling"]
-    note = "\n\n† measured before the last change of its kernel." if stale else ""
-    return table(header, lines) + note
+    return table(header, lines) + ("" if all(map(is_current, rows)) else STALE)
+
+
+def rows_table(globs: list[str]) -> str:
+    """Some cases beside the peer, the ratio that is asked for, and their ceilings."""
+    rows = measured(globs)
+    assert rows, globs
+    lines = []
+    for row in rows:
+        name, ours, peer, ratio, fraction = figures(row)
+        must = CASES[row["case"]].must
+        ceiling = f"{fraction}, {row['ceiling']}" if row["ceiling"] else fraction
+        lines.append([name, ours, peer, ratio, "" if must is None else f"{must:g}", ceiling])
+    header = ["case", "us", "peer, us", "ratio", "bar", "of the ceiling"]
+    return table(header, lines) + ("" if all(map(is_current, rows)) else STALE)
 
 
 def dram_table() -> str:
@@ -161,6 +200,9 @@ BLOCKS = {
     },
     TRAFFIC: {"dram": dram_table},
 }
+for document in sorted((ROOT / "docs").glob("*.md")):
+    BLOCKS.setdefault(document, {})
+ROWS = re.compile("(<!-- rendered: rows (.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
 def render(path: Path) -> str:
@@ -170,7 +212,7 @@ def render(path: Path) -> str:
         pattern = re.compile(f"(<!-- rendered: {name} -->\n).*?(<!-- end -->)", re.S)
         text, found = pattern.subn(lambda m, b=block: f"{m[1]}{b()}\n{m[2]}", text)
         assert found == 1, f"{path.name} has {found} blocks named {name}"
-    return text
+    return ROWS.sub(lambda m: f"{m[1]}{rows_table(m[2].split())}\n{m[3]}", text)
 
 
 if __name__ == "__main__":
