@@ -41,13 +41,13 @@ RecordList record_list(Check& check, const char* label, const OptTensor& pages, 
 }
 
 void check_lists(const Check& check, bool selection, bool selection_lengths, bool window,
-                 bool window_lengths, bool contiguous, bool contiguous_rest, bool main,
-                 bool window_pages) {
+                 bool window_lengths, bool contiguous, bool contiguous_request,
+                 bool contiguous_n_vis, bool main, bool window_pages) {
     check.require(selection == selection_lengths,
                   "selection.slots and selection.lengths must come together, got one of them");
     check.require(window == window_lengths,
                   "window.slots and window.lengths must come together, got one of them");
-    check.require(contiguous == contiguous_rest,
+    check.require(contiguous == contiguous_request && contiguous == contiguous_n_vis,
                   "contiguous must be (block_table, row_request, n_vis), got a part of it");
     check.require(selection || window || contiguous,
                   "selection, contiguous or window must be given, got none of them");
@@ -73,9 +73,8 @@ void attend(const Tensor& q, const OptTensor& main_pages, int64_t main_record,
     check("q", q);
     check_lists(check, selection_slots.has_value(), selection_lengths.has_value(),
                 window_slots.has_value(), window_lengths.has_value(),
-                contiguous_block_table.has_value(),
-                contiguous_row_request.has_value() && contiguous_n_vis.has_value(),
-                main_pages.has_value(), window_pages.has_value());
+                contiguous_block_table.has_value(), contiguous_row_request.has_value(),
+                contiguous_n_vis.has_value(), main_pages.has_value(), window_pages.has_value());
     check("selection.slots", selection_slots);
     check("selection.lengths", selection_lengths);
     check("window.slots", window_slots);
@@ -85,7 +84,7 @@ void attend(const Tensor& q, const OptTensor& main_pages, int64_t main_record,
     check("contiguous.n_vis", contiguous_n_vis);
     check("sink", sink);
     check_derotate(check, derotate_positions, derotate_cos_sin);
-    check("schedule", schedule);
+    check.schedule(schedule, check["R"]);
     check("workspace", workspace);
     check("out", out);
     check("lse", lse);

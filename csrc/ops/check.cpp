@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <utility>
+
+#include "core/schedule.h"
 
 namespace flash_csa::ops {
 namespace {
@@ -24,6 +27,41 @@ constexpr Dtype kDtypes[] = {
     {"i32", "int32", ScalarType::Int, 4},
     {"u8", "uint8", ScalarType::Byte, 1},
 };
+
+// Calls f(piece) for every piece of `text` between separators.
+template <class F>
+void split(const char* text, char separator, const F& f) {
+    const char* begin = text;
+    for (const char* c = text;; ++c) {
+        if (*c != separator && *c != '\0') continue;
+        f(std::string_view(begin, static_cast<size_t>(c - begin)));
+        if (*c == '\0') return;
+        begin = c + 1;
+    }
+}
+
+// Calls f(dtype) for every dtype that "bf16|f32" names.
+template <class F>
+void for_each_dtype(const char* dtypes, const F& f) {
+    split(dtypes, '|', [&](std::string_view shorthand) {
+        for (const Dtype& d : kDtypes)
+            if (shorthand == d.shorthand) f(d);
+    });
+}
+
+bool allows(const char* dtypes, ScalarType type) {
+    bool ok = false;
+    for_each_dtype(dtypes, [&](const Dtype& d) { ok = ok || d.type == type; });
+    return ok;
+}
+
+std::string dtype_names(const char* dtypes) {
+    std::string names;
+    for_each_dtype(dtypes, [&](const Dtype& d) {
+        names += (names.empty() ? "" : " or ") + std::string(d.name);
+    });
+    return names;
+}
 
 std::string dtype_name(ScalarType type) {
     for (const Dtype& d : kDtypes)
@@ -64,18 +102,6 @@ constexpr LayoutRule kLayoutRules[] = {
     {8, true, "contiguous in the last dimension, other strides multiples of 16 bytes"},
     {8, true, "contiguous in the last dimension, its page stride a multiple of 16 bytes"},
 };
-
-// Calls f(piece) for every piece of `text` between separators.
-template <class F>
-void split(const char* text, char separator, const F& f) {
-    const char* begin = text;
-    for (const char* c = text;; ++c) {
-        if (*c != separator && *c != '\0') continue;
-        f(std::string_view(begin, static_cast<size_t>(c - begin)));
-        if (*c == '\0') return;
-        begin = c + 1;
-    }
-}
 
 std::string join_sizes(torch::headeronly::IntHeaderOnlyArrayRef values) {
     std::string out = "[";
@@ -120,9 +146,14 @@ void Check::fail(const std::string& what) const {
     throw std::invalid_argument(std::string("flash_csa.") + op_->op + ": " + what);
 }
 
-const ArgSignature& Check::find(const char* label) const {
-    for (int32_t i = 0; i < op_->count; ++i)
-        if (std::strcmp(op_->args[i].label, label) == 0) return op_->args[i];
+// Ops check their arguments about in the order of the table.
+const ArgSignature& Check::find(const char* label) {
+    for (int32_t i = 0; i < op_->count; ++i) {
+        const int32_t at = (next_ + i) % op_->count;
+        if (std::strcmp(op_->args[at].label, label) != 0) continue;
+        next_ = at + 1;
+        return op_->args[at];
+    }
     throw std::logic_error(std::string("no signature for ") + op_->op + " " + label);
 }
 
@@ -139,7 +170,7 @@ int64_t Check::operator[](std::string_view symbol) const {
     return s == nullptr ? 0 : s->value;
 }
 
-// Symbols of a failing shape stay bound: the call raises anyway.
+// Binds symbols of a failing shape, too.
 bool Check::match_shape(const char* shape, const Tensor& t) {
     int64_t dim = 0;
     bool ok = true;
@@ -169,7 +200,7 @@ bool Check::match_shape(const char* shape, const Tensor& t) {
 }
 
 // The shape with its known sizes; a free one is shown as given, or by name where the rank is wrong.
-std::string Check::expected_shape(const char* shape, const Tensor& t) const {
+std::string Check::expected_shape(const char* shape, const Tensor* t) const {
     const int64_t rank = 1 + std::count(shape, shape + std::strlen(shape), ' ');
     std::string out = "[";
     int64_t dim = 0;
@@ -178,8 +209,8 @@ std::string Check::expected_shape(const char* shape, const Tensor& t) const {
         const bool plus = token.size() > 2 && token.substr(token.size() - 2) == "+1";
         if (const Symbol* s = lookup(plus ? token.substr(0, token.size() - 2) : token))
             out += std::to_string(s->value + plus);
-        else if (rank == t.dim() && (token[0] < '0' || token[0] > '9'))
-            out += std::to_string(t.size(dim));
+        else if (t != nullptr && rank == t->dim() && (token[0] < '0' || token[0] > '9'))
+            out += std::to_string(t->size(dim));
         else
             out += token;
         ++dim;
@@ -189,20 +220,13 @@ std::string Check::expected_shape(const char* shape, const Tensor& t) const {
 
 void Check::operator()(const char* label, const Tensor& t) {
     const ArgSignature& arg = find(label);
-    bool dtype_ok = false;
-    std::string names;
-    split(arg.dtypes, '|', [&](std::string_view shorthand) {
-        for (const Dtype& d : kDtypes) {
-            if (shorthand != d.shorthand) continue;
-            dtype_ok = dtype_ok || t.scalar_type() == d.type;
-            names += (names.empty() ? "" : " or ") + std::string(d.name);
-        }
-    });
-    const std::vector<Symbol> before = symbols_;
-    if (!dtype_ok || !match_shape(arg.shape, t)) {
-        symbols_ = before;
-        fail(std::string(label) + " must be " + names + " " + expected_shape(arg.shape, t) +
-             ", got " + dtype_name(t.scalar_type()) + " " + join_sizes(t.sizes()));
+    const size_t known = symbols_.size();
+    const bool given = t.defined();  // None for a tensor that is no optional comes as undefined
+    if (!given || !allows(arg.dtypes, t.scalar_type()) || !match_shape(arg.shape, t)) {
+        symbols_.erase(symbols_.begin() + static_cast<std::ptrdiff_t>(known), symbols_.end());
+        fail(std::string(label) + " must be " + dtype_names(arg.dtypes) + " " +
+             expected_shape(arg.shape, given ? &t : nullptr) + ", got " +
+             (given ? dtype_name(t.scalar_type()) + " " + join_sizes(t.sizes()) : "None"));
     }
     const bool cuda = t.is_cuda();
     const int32_t device = cuda ? t.get_device_index() : -1;
@@ -230,18 +254,19 @@ void Check::check_layout(const ArgSignature& arg, const Tensor& t) const {
             ok = ok && (d < free_dims ? t.stride(d) * bytes % align == 0 : t.stride(d) == packed);
         packed *= t.size(d);
     }
-    const std::string label = arg.label;
-    if (!ok) fail(label + " must be " + rule.wanted + ", got strides " + join_sizes(t.strides()));
-    if (arg.written && !is_distinct(t))
-        fail(label + " must not overlap itself (it is written), got strides " +
+    if (!ok)
+        fail(std::string(arg.label) + " must be " + rule.wanted + ", got strides " +
              join_sizes(t.strides()));
-    check_alignment(label, t, align);
+    if (arg.written && !is_distinct(t))
+        fail(std::string(arg.label) + " must not overlap itself (it is written), got strides " +
+             join_sizes(t.strides()));
+    check_alignment(arg.label, t, align);
 }
 
-void Check::check_alignment(const std::string& label, const Tensor& t, int64_t align) const {
+void Check::check_alignment(const char* label, const Tensor& t, int64_t align) const {
     const uintptr_t past = reinterpret_cast<uintptr_t>(t.data_ptr()) % align;
     if (past != 0)
-        fail(label + " must start at a multiple of " + std::to_string(align) +
+        fail(std::string(label) + " must start at a multiple of " + std::to_string(align) +
              " bytes, got an address " + std::to_string(past) + " past one");
 }
 
@@ -274,23 +299,32 @@ void Check::workspace(const OptTensor& t, int64_t needed) const {
     if (got > 0) check_alignment("workspace", *t, kAlign);
 }
 
+void Check::schedule(const Tensor& t, int64_t rows) {
+    (*this)("schedule", t);
+    const int64_t least = schedule_size(1, static_cast<int32_t>(rows));
+    if (t.size(0) < least)
+        fail("schedule must have at least " + std::to_string(least) + " words for " +
+             std::to_string(rows) + " rows, got " + std::to_string(t.size(0)));
+}
+
+RecordId Check::record_id(const std::string& argument, int64_t id,
+                          std::initializer_list<RecordId> allowed) const {
+    for (RecordId a : allowed)
+        if (id == static_cast<int64_t>(a)) return a;
+    std::string names;
+    for (RecordId a : allowed) names += (names.empty() ? "" : ", ") + std::string(record(a).name);
+    fail(argument + " must be one of " + names + ", got " +
+         (id >= 0 && id < kNumRecords ? record(static_cast<RecordId>(id)).name
+                                      : "record id " + std::to_string(id)));
+}
+
 Pages Check::pages(const char* label, const Tensor& t, int64_t id, int64_t page_size,
                    std::initializer_list<RecordId> allowed) {
     (*this)(label, t);
     const std::string buffer(label);
     const std::string argument = buffer.substr(0, buffer.find('.'));  // "main" of "main.pages"
-    std::string names;
-    bool ok = false;
-    for (RecordId a : allowed) {
-        ok = ok || id == static_cast<int64_t>(a);
-        names += (names.empty() ? "" : ", ") + std::string(record(a).name);
-    }
-    if (!ok)
-        fail(argument + ".record must be one of " + names + ", got " +
-             (id >= 0 && id < kNumRecords ? record(static_cast<RecordId>(id)).name
-                                          : "record id " + std::to_string(id)));
+    const Record r = record(record_id(argument + ".record", id, allowed));
     in_range(argument + ".page_size", page_size, 1, kMaxPageSize);
-    const Record r = record(static_cast<RecordId>(id));
     const int64_t payload = r.payload(static_cast<int32_t>(page_size));
     if (t.size(1) < payload)
         fail(buffer + " must have pages of at least " + std::to_string(payload) + " bytes (" +

@@ -39,6 +39,11 @@ class Check {
     // `argument` must be a finite number, not negative.
     void not_negative(const char* argument, double got) const;
     void workspace(const OptTensor& t, int64_t needed) const;
+    // Checks a section of a schedule, which is at least as long as one of a single worker.
+    void schedule(const Tensor& t, int64_t rows);
+    // `id` must be that of a record that `allowed` lists.
+    RecordId record_id(const std::string& argument, int64_t id,
+                       std::initializer_list<RecordId> allowed) const;
 
     // Checks a page buffer, in a stated format that `allowed` lists.
     Pages pages(const char* label, const Tensor& t, int64_t record, int64_t page_size,
@@ -53,14 +58,15 @@ class Check {
         std::string_view name;
         int64_t value;
     };
-    const ArgSignature& find(const char* label) const;
+    const ArgSignature& find(const char* label);
     bool match_shape(const char* shape, const Tensor& t);
-    std::string expected_shape(const char* shape, const Tensor& t) const;
+    std::string expected_shape(const char* shape, const Tensor* t) const;
     const Symbol* lookup(std::string_view name) const;
     void check_layout(const ArgSignature& arg, const Tensor& t) const;
-    void check_alignment(const std::string& label, const Tensor& t, int64_t align) const;
+    void check_alignment(const char* label, const Tensor& t, int64_t align) const;
 
     const OpSignature* op_;
+    int32_t next_ = 0;  // row of the signature table behind the last one found
     std::vector<Symbol> symbols_;
     bool any_ = false;
     bool cuda_ = false;

@@ -54,6 +54,9 @@ void compress(const Tensor& kv, const Tensor& batch_positions, const Tensor& bat
               const OptTensor& key_norm_weight, bool rotate, const OptTensor& latent_out,
               const OptTensor& workspace) {
     Check check("compress");
+    CompressParams p;
+    p.batch = batch_view(check, batch_positions, batch_row_request, batch_cu_tokens, batch_start,
+                         batch_tail_slot, batch_max_rows);
     check.bind("m", ratio);
     check("kv", kv);
     check("norm_weight", norm_weight);
@@ -62,9 +65,6 @@ void compress(const Tensor& kv, const Tensor& batch_positions, const Tensor& bat
                   ratio == 1
                       ? "kv must be bfloat16 at ratio 1, got float32"
                       : "kv must be float32 at ratio " + std::to_string(ratio) + ", got bfloat16");
-    CompressParams p;
-    p.batch = batch_view(check, batch_positions, batch_row_request, batch_cu_tokens, batch_start,
-                         batch_tail_slot, batch_max_rows);
     check("entry_slots", entry_slots);
     check("cos_sin", cos_sin_table);
     check("gate", gate);
@@ -92,6 +92,10 @@ void compress(const Tensor& kv, const Tensor& batch_positions, const Tensor& bat
     if (index_pages.has_value())
         p.index = check.pages("index.pages", *index_pages, index_record, index_page_size,
                               {RecordId::IndexFp4, RecordId::IndexFp8});
+    check.require(
+        !main_pages.has_value() || !index_pages.has_value() || main_page_size == index_page_size,
+        "index.page_size must be " + std::to_string(main_page_size) +
+            " (main.page_size: an entry has one slot), got " + std::to_string(index_page_size));
     if (ratio == 1) {
         p.kv_bf16 = matrix<const uint16_t>(kv);
     } else {

@@ -5,15 +5,14 @@
 namespace flash_csa::ops {
 namespace {
 
+constexpr std::initializer_list<RecordId> kIndexed = {RecordId::IndexFp4, RecordId::IndexFp8};
+
 void quantize_query(const Tensor& q, const Tensor& positions, const Tensor& cos_sin_table,
                     int64_t record_id, bool rotate, const Tensor& out_codes,
                     const Tensor& out_scales) {
     Check check("quantize_query");
-    check.one_of(
-        "record", record_id,
-        {static_cast<int64_t>(RecordId::IndexFp4), static_cast<int64_t>(RecordId::IndexFp8)});
     QuantizeQueryParams p;
-    p.record = static_cast<RecordId>(record_id);
+    p.record = check.record_id("record", record_id, kIndexed);
     check("q", q);
     check("positions", positions);
     check("cos_sin", cos_sin_table);
@@ -49,11 +48,11 @@ IndexScoresParams index_params(Check& check, const Tensor& query_codes, const Te
     check("query.scales", query_scales);
     check("weights", weights);
     check("block_table", table);
-    check("schedule", schedule);
+    check.schedule(schedule, batch.rows);
     check_ratio(check, ratio);
     IndexScoresParams p;
-    p.index = const_pages(check.pages("index.pages", index_pages, index_record, index_page_size,
-                                      {RecordId::IndexFp4, RecordId::IndexFp8}));
+    p.index = const_pages(
+        check.pages("index.pages", index_pages, index_record, index_page_size, kIndexed));
     const bool fp4 = has_dtype(query_scales, ScalarType::Int);
     const int64_t row = record(fp4 ? RecordId::IndexFp4 : RecordId::IndexFp8).data_bytes;
     check.require(query_codes.size(2) == row, "query.codes must have " + std::to_string(row) +

@@ -127,6 +127,10 @@ int exec_module(PyObject* module) {
         PyModule_AddIntConstant(module, "POOL_BLOCK", kPoolBlock) < 0 ||
         PyModule_AddIntConstant(module, "MAX_PAGE_SIZE", kMaxPageSize) < 0 ||
         PyModule_AddIntConstant(module, "SYNC_BYTES", kSyncBytes) < 0 ||
+        PyModule_AddIntConstant(module, "MAX_TOP_K", ops::kMaxTopK) < 0 ||
+        PyModule_AddIntConstant(module, "MAX_POOL_BLOCKS", ops::kMaxPoolBlocks) < 0 ||
+        PyModule_AddIntConstant(module, "MAX_INDEX_HEADS", ops::kMaxIndexHeads) < 0 ||
+        PyModule_AddIntConstant(module, "MAX_WORKERS", ops::kMaxWorkers) < 0 ||
         PyModule_AddIntConstant(module, "MUTANT", 0) < 0)  // tests/mutants: the fault built in
         return -1;
     return 0;

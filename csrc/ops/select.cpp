@@ -14,15 +14,15 @@ void select(const Tensor& scores, const Tensor& batch_positions, const Tensor& b
             const OptTensor& pool_out_blocks, const OptTensor& pool_out_counts,
             const OptTensor& pool_out_scores) {
     Check check("select");
-    check("scores", scores);
     SelectParams p;
     p.batch = batch_view(check, batch_positions, batch_row_request, batch_cu_tokens, batch_start,
                          batch_tail_slot, batch_max_rows);
+    check("scores", scores);
     check.in_range("k", k, 1, kMaxTopK);
     check.bind("K", k);
     check_ratio(check, ratio);
     check.in_range("page_size", page_size, 1, kMaxPageSize);
-    check("schedule", schedule);
+    check.schedule(schedule, p.batch.rows);
     check("block_table", table);
     check("workspace", workspace);
     check.workspace(workspace, kSyncBytes);

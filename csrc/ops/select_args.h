@@ -8,10 +8,6 @@
 
 namespace flash_csa::ops {
 
-inline constexpr int64_t kMaxTopK = 1 << 16;
-inline constexpr int64_t kMaxPoolBlocks = 1 << 20;
-inline constexpr int64_t kMaxIndexHeads = 128;
-
 inline void check_ratio(const Check& check, int64_t ratio) {
     check.one_of("ratio", ratio, {1, 2, 4, 128});
 }

@@ -15,6 +15,11 @@
 
 namespace flash_csa::ops {
 
+inline constexpr int64_t kMaxTopK = 1 << 16;
+inline constexpr int64_t kMaxPoolBlocks = 1 << 20;
+inline constexpr int64_t kMaxIndexHeads = 128;
+inline constexpr int64_t kMaxWorkers = 1 << 16;
+
 enum class Layout : int32_t { Packed, Rows, AlignedRows, Dense, Pages };
 
 struct ArgSignature {

@@ -101,7 +101,7 @@ void schedule(const Tensor& batch_positions, const Tensor& batch_row_request,
     check.in_range("index_heads", index_heads, 0, INT32_MAX);
     check.in_range("window", window, 0, INT32_MAX);
     check.in_range("pool_blocks", pool_blocks, 0, INT32_MAX);
-    check.in_range("num_sms", num_sms, 1, 1 << 16);
+    check.in_range("num_sms", num_sms, 1, kMaxWorkers);
     check("window_first", window_first);
     check_known(check, "contiguous_ratios", contiguous_ratios, ratios);
     if (pool_blocks > 0) check_known(check, "pool_ratio", {pool_ratio}, ratios);
