@@ -2,6 +2,7 @@
 
 import torch
 
+from ._explain import explained
 from .records import Pages, flat
 from .select import Selection
 from .sizes import workspace as new_workspace
@@ -11,6 +12,7 @@ from .validate import ops as _ops
 SOFTMAX_SCALE = 512**-0.5
 
 
+@explained()
 def attend(
     q: torch.Tensor,
     *,
@@ -57,8 +59,8 @@ def attend(
         workspace = new_workspace("attend", device=q.device, heads=q.shape[1])
     main_data, main_record, main_page_size = flat(main)
     window_data, window_record, window_page_size = flat(window_pages)
-    table, row_request, n_vis = contiguous or (None, None, None)
-    positions, cos_sin = derotate or (None, None)
+    table, row_request, n_vis = (None, None, None) if contiguous is None else contiguous
+    positions, cos_sin = (None, None) if derotate is None else derotate
     _ops.attend(
         q,
         main_pages=main_data,
@@ -87,6 +89,7 @@ def attend(
     return out
 
 
+@explained()
 def merge(
     outs: torch.Tensor,
     lses: torch.Tensor,
@@ -105,7 +108,7 @@ def merge(
     """
     if out is None:
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
-    positions, cos_sin = derotate or (None, None)
+    positions, cos_sin = (None, None) if derotate is None else derotate
     _ops.merge(
         outs,
         lses,

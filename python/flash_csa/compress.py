@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ._explain import explained
 from .batch import Batch
 from .records import Pages, flat
 from .validate import ops as _ops
@@ -20,6 +21,7 @@ class Tail:
     rows: torch.Tensor
 
 
+@explained()
 def compress(
     kv: torch.Tensor,
     batch: Batch,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ._explain import explained
 from .batch import Batch
 from .records import RECORDS, Pages, flat
 from .select import Pool
@@ -35,6 +36,7 @@ class IndexQuery:
         )
 
 
+@explained()
 def quantize_query(
     q: torch.Tensor,
     positions: torch.Tensor,
@@ -67,6 +69,7 @@ def quantize_query(
     return out
 
 
+@explained()
 def index_scores(
     query: IndexQuery,
     index: Pages,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from . import _C
+from ._fakes import describe
 
 PAGE_ALIGN = 16  # bytes: base and stride of pages, the widest vector load
 
@@ -82,7 +83,13 @@ class Pages:
     page_size: int
 
     def __post_init__(self):
-        RECORDS[self.record]  # an unknown name is refused here, where it is given
+        if not isinstance(self.data, torch.Tensor):
+            got = describe(self.data)
+            raise ValueError(f"flash_csa.Pages: data must be uint8 [num_pages, bytes], got {got}")
+        RECORDS[str(self.record)]  # an unknown name is refused here, where it is given
+        if isinstance(self.page_size, int) and not 1 <= self.page_size <= _C.MAX_PAGE_SIZE:
+            most, got = _C.MAX_PAGE_SIZE, self.page_size
+            raise ValueError(f"flash_csa.Pages: page_size must be in [1, {most}], got {got}")
 
     @classmethod
     def empty(

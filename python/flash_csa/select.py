@@ -4,11 +4,19 @@ Order: larger score first, then lower position; -0.0 equals +0.0; NaN is never s
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from . import _C
+from ._explain import explained
 from .batch import Batch
+from .records import Pages, flat
+from .sizes import workspace as new_workspace
 from .validate import ops as _ops
+
+if TYPE_CHECKING:
+    from .index import IndexQuery
 
 
 def _i32(device, *size: int) -> torch.Tensor:
@@ -87,13 +95,15 @@ def _flat(selection: Selection, built: Pool | None) -> dict[str, torch.Tensor | 
 
 
 def _check_pool_blocks(op: str, pool_blocks: int, built: Pool | None) -> None:
-    width = 0 if built is None else built.blocks.shape[1]
+    width = 0 if built is None or built.blocks is None else built.blocks.shape[-1]
     if pool_blocks not in (0, width):
         raise ValueError(
-            f"flash_csa.{op}: out pool must have {pool_blocks} columns (pool_blocks), got {width}"
+            f"flash_csa.{op}: pool_out.blocks must have {pool_blocks} columns (pool_blocks), "
+            f"got {width}"
         )
 
 
+@explained(k=(1, _C.MAX_TOP_K), pool_blocks=(0, _C.MAX_POOL_BLOCKS))
 def select(
     scores: torch.Tensor,
     batch: Batch,
@@ -142,9 +152,10 @@ def select(
     return selection, built
 
 
+@explained(k=(1, _C.MAX_TOP_K), pool_blocks=(0, _C.MAX_POOL_BLOCKS))
 def index_select(
-    query,
-    index,
+    query: "IndexQuery",
+    index: Pages,
     weights: torch.Tensor,
     batch: Batch,
     block_table: torch.Tensor,
@@ -162,8 +173,6 @@ def index_select(
 
     Arguments and results as of the two.
     """
-    from .records import flat
-
     selection, built = _outputs(out, len(weights), k, pool_blocks, weights.device)
     _check_pool_blocks("index_select", pool_blocks, built)
     _ops.index_select(
@@ -193,6 +202,7 @@ def index_select(
     return selection, built
 
 
+@explained()
 def normalize_pool(
     blocks: torch.Tensor,
     positions: torch.Tensor,
@@ -223,6 +233,7 @@ def normalize_pool(
     return out
 
 
+@explained(k=(1, _C.MAX_TOP_K))
 def merge_selections(
     positions: torch.Tensor,
     scores: torch.Tensor,
@@ -256,6 +267,7 @@ def merge_selections(
     return out
 
 
+@explained(pool_blocks=(0, _C.MAX_POOL_BLOCKS))
 def merge_pools(
     blocks: torch.Tensor,
     scores: torch.Tensor,
@@ -288,8 +300,6 @@ def merge_pools(
 
 
 def _workspace(given, op: str, device, k: int, pool_blocks: int, **bounds: int) -> torch.Tensor:
-    from .sizes import workspace
-
     if given is not None:
         return given
-    return workspace(op, device=device, k=k, pool_blocks=pool_blocks, **bounds)
+    return new_workspace(op, device=device, k=k, pool_blocks=pool_blocks, **bounds)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from . import _C
+from ._explain import explained
 from .batch import Batch
 from .sizes import schedule_size
 from .validate import ops as _ops
@@ -43,6 +45,7 @@ class StepSlots:
         return cls(new(rows), lists, new(num_ratios, rows), new(num_ratios, rows))
 
 
+@explained(window=(1, (1 << 31) - 1))
 def step_slots(
     batch: Batch,
     block_tables: Sequence[torch.Tensor],
@@ -90,6 +93,7 @@ def step_slots(
     return out
 
 
+@explained(num_sms=(1, _C.MAX_WORKERS))
 def schedule(
     batch: Batch,
     *,

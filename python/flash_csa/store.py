@@ -2,10 +2,12 @@
 
 import torch
 
-from .records import Pages, flat
+from ._explain import explained
+from .records import RECORDS, Pages, flat
 from .validate import ops as _ops
 
 
+@explained()
 def store(rows: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
     """Quantises rows and writes them to slots.
 
@@ -20,8 +22,12 @@ def store(rows: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
     _ops.store(rows, *flat(pages), slots)
 
 
+@explained()
 def load(
-    pages: Pages, slots: torch.Tensor, out: torch.Tensor | None = None, dtype=torch.bfloat16
+    pages: Pages,
+    slots: torch.Tensor,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Decodes the records of slots; exact, also in BF16 (IndexFp8: FP32 alone).
 
@@ -30,14 +36,13 @@ def load(
         slots: i32 [N]; an absent slot gives zeros.
         out: bf16 or f32 [N, dims]; default: a new tensor of `dtype`.
     """
-    from .records import RECORDS
-
     if out is None:
         out = torch.empty(len(slots), RECORDS[pages.record].dims, dtype=dtype, device=slots.device)
     _ops.load(*flat(pages), slots, out)
     return out
 
 
+@explained()
 def rope_store(
     q: torch.Tensor,
     kv: torch.Tensor,
