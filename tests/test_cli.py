@@ -13,7 +13,7 @@ import flash_csa
 from flash_csa import _C
 from flash_csa.cli import info
 from flash_csa.cli.app import app
-from flash_csa.cli.support import _ranges, supported
+from flash_csa.cli.support import _ranges, _up_to, supported
 
 COMMANDS = ("accuracy", "bytes", "demo", "info", "plan", "traffic")
 
@@ -79,8 +79,27 @@ def test_supported_is_what_the_ops_accept():
     assert "MainFp4" in found["main_records"] and "IndexFp4" not in found["main_records"]
     assert "WindowFp8" in found["window_records"]
     assert "IndexFp4" in found["index_records"]
-    assert 64 in found["heads"] and 32 in found["index_heads"] and 512 in found["topk"]
-    assert found["page_sizes"] == ["1-256"]
+    assert (found["heads"], found["page_sizes"]) == (["1-256"], ["1-256"])
+    limits = {"index_heads": _C.MAX_INDEX_HEADS, "topk": _C.MAX_TOP_K}
+    assert {axis: found[axis] for axis in limits} == {a: [f"1-{n}"] for a, n in limits.items()}
+
+
+def test_supported_counts_say_that_they_are_ranges():
+    """Not a list of those asked for, as if others were refused."""
+    shown = " ".join(invoke("info", "--no-probe").stdout.split())
+    for note in ("any number, asked for up", "padded inside to 8, 16, 32", "or blocks of 64"):
+        assert note in shown
+    assert f"1-{_C.MAX_TOP_K} any number up to the limit" in shown
+
+
+def test_a_count_that_is_refused_is_no_part_of_a_range():
+    def ask(value: int) -> None:
+        if value in (9, 128):
+            raise ValueError
+
+    asked = [1, 2, 3, 4, 5, 6, 7, 8, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127]
+    assert _up_to(128, ask) == _ranges(asked)
+    assert _up_to(100, lambda value: None) == ["1-100"]
 
 
 def test_supported_lists_nothing_that_raises(monkeypatch):
@@ -109,6 +128,7 @@ def test_ranges():
         (("bytes", "--page-size", "300"), "300"),
         (("bytes", "--main", "MainFp2"), "MainFp2"),
         (("bytes", "--context", "many"), "--context"),
+        (("plan",), "Missing argument 'v41-flash|v4-flash|v4-pro|CONFIG.JSON'"),
         (("demo", "--tokens", "0"), "--tokens"),
         (("demo", "--tokens", "-5"), "--tokens"),
         (("demo", "--tokens", "4097"), "must hold 4097 tokens (or use --synthetic), got 4096"),

@@ -15,7 +15,17 @@ from ..configs import BY_NAME
 from ..plan import LayerPlan
 from ..records import RECORDS
 from . import output
-from .support import supported
+from .support import MAX_HEADS, supported
+
+# What a list of values does not say.
+NOTES = {
+    "main_records": "selected and compressed KV",
+    "heads": f"attention: any number, asked for up to {MAX_HEADS}; on a GPU padded inside to 8, "
+    "16, 32 or blocks of 64",
+    "index_heads": "any number up to the limit",
+    "topk": "any number up to the limit",
+    "page_sizes": "records of a page, any number up to the limit",
+}
 
 
 def command(
@@ -97,10 +107,11 @@ def _print(result: dict[str, Any]) -> None:
     console.print()
 
     columns = list(result["supported"])
-    variants = output.table("supported", *columns)
+    variants = output.table("supported", *columns, "")
     for axis in result["supported"]["cpu"]:
         cells = [", ".join(map(str, result["supported"][name][axis])) for name in columns]
-        variants.add_row(axis.replace("_", " "), *(cell or "none yet" for cell in cells))
+        cells = [cell or "none yet" for cell in cells]
+        variants.add_row(axis.replace("_", " "), *cells, NOTES.get(axis, ""))
     console.print(variants)
 
 

@@ -20,6 +20,7 @@ from ..accounting import (
     table_bytes,
 )
 from ..cache import CacheSpec
+from ..configs import BY_NAME
 from ..plan import Layer, LayerPlan
 from ..records import RECORDS
 from . import output
@@ -31,7 +32,9 @@ RECORD_KINDS = ("main codes", "main scales", "index keys", "window")
 
 
 def command(
-    config: Annotated[str, typer.Argument(help="v41-flash, v4-flash, v4-pro or a config.json.")],
+    config: Annotated[
+        str, typer.Argument(metavar="|".join((*BY_NAME, "CONFIG.JSON")), help="The model.")
+    ],
     context: Annotated[
         int, typer.Option(min=1, help="Tokens of the request after the step.")
     ] = 131_072,

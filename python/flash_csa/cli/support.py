@@ -14,16 +14,15 @@ import flash_csa as fc
 from .. import _C
 
 RATIOS = (1, 2, 4, 128)
-HEADS = (1, 8, 16, 32, 48, 64, 96, 128)
-INDEX_HEADS = (1, 8, 16, 32, 64, 128)
-TOPK = (1, 64, 512, 1024, 2048)
+MAX_HEADS = 256  # asked for; there is no limit
 DEFAULT_PAGE_SIZE = 64
 
 
 def supported(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The values of each axis that run on `device`, the others at the V4.1 value.
 
-    Page sizes are those at which every stage runs, as ranges ("1-256").
+    Heads, top-k and page sizes (those at which every stage runs) are ranges ("1-256"). Every page
+    size is asked for; of the others a spread of values up to the limit.
     """
     ask = _Asker(torch.device(device))
     sizes = _which(ask.page_size, range(1, _C.MAX_PAGE_SIZE + 1))
@@ -32,9 +31,9 @@ def supported(device: torch.device | str = "cpu") -> dict[str, Any]:
         "main_records": _which(ask.attend, fc.RECORDS),
         "window_records": _which(ask.rope_store, fc.RECORDS),
         "index_records": _which(ask.index, fc.RECORDS),
-        "heads": _which(lambda heads: ask.attend(heads=heads), HEADS),
-        "index_heads": _which(lambda heads: ask.index(heads=heads), INDEX_HEADS),
-        "topk": _which(lambda k: ask.index(k=k), TOPK),
+        "heads": _up_to(MAX_HEADS, lambda heads: ask.attend(heads=heads)),
+        "index_heads": _up_to(_C.MAX_INDEX_HEADS, lambda heads: ask.index(heads=heads)),
+        "topk": _up_to(_C.MAX_TOP_K, lambda k: ask.index(k=k)),
         "page_sizes": _ranges(sizes),
     }
 
@@ -49,6 +48,16 @@ def _which(ask: Callable[[Any], None], values: Iterable) -> list:
             continue
         taken.append(value)
     return taken
+
+
+def _up_to(limit: int, ask: Callable[[Any], None]) -> list[str]:
+    """The range 1 to `limit` where powers of two, and what lies beside them and between, all run;
+    else those that do."""
+    powers = [1 << bit for bit in range(limit.bit_length())]
+    asked = {value for p in powers for value in (p - 1, p, p + 1, p + p // 2)} | {limit}
+    values = [value for value in sorted(asked) if 1 <= value <= limit]
+    taken = _which(ask, values)
+    return [f"1-{limit}"] if taken == values else _ranges(taken)
 
 
 def _ranges(values: list[int]) -> list[str]:
