@@ -194,9 +194,19 @@ def _dry_run(cases: list[Case]) -> int:
     return failed
 
 
+LEGEND = """\
+instances: calls with inputs of their own in one graph. bytes, FLOPs: of one call, from the model.
+must, aim: bars, the peer's time over ours: what a release needs, and what the design aims at.
+recorded peer us: measured once on an H200 before these kernels were, to set the bars by. Not a
+result: README has what `python -m bench.run` measured, ours and the peer's in one process.
+(not available yet): whole steps. They have bars, but are neither built nor timed; only their stages
+are, by the cases above.
+"""
+
+
 def _print_cases(cases: list[Case]) -> None:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("case", "stage", "bytes", "FLOPs", "instances", "must", "aim", "peer us"):
+    for name in ("case", "stage", "bytes", "FLOPs", "instances", "must", "aim", "recorded peer us"):
         table.add_column(name, justify="left" if name in ("case", "stage") else "right")
     for case in cases:
         cost = case.cost
@@ -208,7 +218,7 @@ def _print_cases(cases: list[Case]) -> None:
             str(case.instances) if cost.nbytes else "",
             *(f"{value:g}" if value else "" for value in (case.must, case.aim, case.peer_us)),
         )
-    Console(width=130, highlight=False).print(table)
+    Console(width=140, highlight=False).print(LEGEND, table, sep="\n", markup=False)
 
 
 def _print_rows(rows: list[results.Row], failures: dict[str, str]) -> None:

@@ -236,6 +236,19 @@ def bench_command(bench, monkeypatch, capsys, *arguments: str) -> tuple[int, str
     return ended.value.code or 0, capsys.readouterr().err
 
 
+def test_the_list_says_what_its_columns_are(monkeypatch, capsys):
+    """Bars and recorded figures are no results, and whole steps are not run."""
+    monkeypatch.setattr(sys, "argv", ["bench.run", "--list", "--case", "step.*"])
+    with pytest.raises(SystemExit):
+        run.typer.run(run.main)
+    shown = capsys.readouterr().out
+    legend, table = shown.split("\n\n", 1)
+    columns = ("instances", "bytes", "FLOPs", "must", "aim", "recorded peer us")
+    assert all(name in legend and name in table for name in (*columns, "(not available yet)"))
+    assert "Not a\nresult: README" in legend
+    assert all(len(line) <= 140 for line in shown.splitlines())
+
+
 SELECT = ("--case", "select.1x131072", "--case", "select.8x131072")
 
 
