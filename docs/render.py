@@ -89,9 +89,12 @@ def support() -> str:
             "`store`, `load`: all; main: MainFp4, WindowFp8, MixedFp8; index: IndexFp4, IndexFp8",
         ],
         ["page sizes", f"1 to {_C.MAX_PAGE_SIZE}, page strides any multiple of 16 bytes"],
-        ["attention heads", "any number, any head stride; no padding"],
-        ["index heads", "1 to 128"],
-        ["top-k", "1 to 65,536; pools of blocks of 8"],
+        [
+            "attention heads",
+            "any number, any head stride; padded to 8, 16, 32 or blocks of 64 inside",
+        ],
+        ["index heads", f"1 to {_C.MAX_INDEX_HEADS}"],
+        ["top-k", f"1 to {_C.MAX_TOP_K:,}; pools of blocks of 8"],
         [
             "PyTorch, Python",
             "2.11 and later, CPU-only or CUDA; CPython 3.10 and later; one library",

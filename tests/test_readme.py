@@ -5,6 +5,9 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+
+from flash_csa import validate
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -16,13 +19,43 @@ def test_tables_are_rendered_from_the_code():
         assert render["render"](path) == path.read_text(), "run: python docs/render.py"
 
 
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def run_example(old: str = "", new: str = "") -> dict:
+    """The variables of the example after its run, with `new` in the one place of `old`."""
+    text, names = EXAMPLES[0], {}
+    assert not old or text.count(old) == 1
+    text = text.replace(old, new) if old else text
+    torch.manual_seed(0)
+    exec(compile(text, "README.md", "exec"), names)
+    return names
+
+
 def test_example_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "README.md", "exec"), {})
-    assert capsys.readouterr().out == "torch.Size([1000, 8, 512]) row 999 reads 512 of 1000\n"
-    code = [line for line in blocks[0].splitlines() if line.strip()]
+    assert len(EXAMPLES) == 1
+    run_example()
+    assert capsys.readouterr().out == (
+        "torch.Size([501, 8, 512]) the last row reads 250 of 250\n"
+        "torch.Size([499, 8, 512]) the last row reads 256 of 500\n"
+    )
+    code = [line for line in EXAMPLES[0].splitlines() if line.strip()]
     assert len(code) <= 30
+
+
+def test_the_examples_tail_carries_what_it_says():
+    """Any cut gives the bytes of one call; without the tail the straddling entry is another one."""
+    cut, whole = run_example(), run_example("1000, 501", "1000, 1000")
+    bare = run_example(" tail=tail,")
+    for pages in ("main", "index"):
+        assert torch.equal(cut[pages].data, whole[pages].data)
+    records = [names["main"].data.view(512, -1) for names in (bare, whole)]
+    assert (records[0] != records[1]).any(1).nonzero().tolist() == [[250]]
+    with (
+        validate.validation(),
+        pytest.raises(ValueError, match=r"compress: tail\.rows must be given"),
+    ):
+        run_example(" tail=tail,")
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make (\w+) ", README, re.M))
@@ -33,3 +66,20 @@ def test_make_targets_exist(target):
 def test_linked_files_exist():
     for path in re.findall(r"`((?:docs|tests|bench)/[\w./]+)`", README):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=str
+)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("stage", ["compress"])
+def test_a_deep_dive_links_its_kernels(stage):
+    """Every kernel file of the stage's folder that the deep dive names is a link."""
+    text = (ROOT / "docs" / f"{stage}.md").read_text()
+    folder = f"csrc/sm90/{stage}"
+    for source in (ROOT / folder).glob("*.cu"):
+        assert f"](../{folder}/{source.name})" in text, source.name
