@@ -465,46 +465,6 @@ def test_wrong_values(name, scene):
             "out must have at least 32 columns for 6 rows, got 28",
         ),
         ("schedule", lambda a: {"pool_ratio": 2}, "pool_ratio must be among ratios, got 2"),
-        ("attend-selection", lambda a: {"q": None}, "q must be bfloat16 [R, H, 512], got None"),
-        (
-            "compress-ratio2",
-            lambda a: {"batch_start": None},
-            "batch.start must be int32 [2], got None",
-        ),
-        (
-            "compress-ratio2",
-            lambda a: {"kv": a["kv"][:5]},
-            "kv must be float32 or bfloat16 [6, 512], got float32 [5, 512]",
-        ),
-        (
-            "compress-ratio2",
-            lambda a: {
-                "main_pages": a["main_pages"].repeat(1, 2),
-                "main_page_size": 2 * PAGE_SIZE,
-            },
-            "index.page_size must be 16 (main.page_size: an entry has one slot), got 8",
-        ),
-        (
-            "quantize_query-fp4",
-            lambda a: {"record": RECORDS["MainFp4"].id},
-            "record must be one of IndexFp4, IndexFp8, got MainFp4",
-        ),
-        *(
-            (
-                name,
-                lambda a: {"schedule": a["schedule"][:19]},
-                "schedule must have at least 20 words for 6 rows, got 19",
-            )
-            for name in ("attend-window", "index_scores-flat", "select-build", "index_select-build")
-        ),
-        *(
-            (
-                "attend-selection",
-                lambda a, name=name: {f"contiguous_{name}": a["selection_lengths"]},
-                "contiguous must be (block_table, row_request, n_vis), got a part of it",
-            )
-            for name in ("row_request", "n_vis")
-        ),
     ],
 )
 def test_exact_line(name, change, line, scene):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flash_csa as fc
-from flash_csa import _C
-from op_calls import CALLS, Scene
+from flash_csa import _C, RECORDS
+from op_calls import CALLS, PAGE_SIZE, Scene
 from public_calls import PublicCall, public_call, tensors
 
 LINE = re.compile(r"flash_csa\.(?P<function>\w+): (?P<argument>[\w.]+) must [^\n]+, got [^\n]+")
@@ -119,3 +119,148 @@ def test_one_line_names_the_wrong_argument(name, allocate, device):
                 assert LINE.fullmatch(line) and LINE.fullmatch(line)["function"] == call.op, where
                 pair = what in ("short", "long", "device") and (call.op, label) in PAIRS
                 assert pair or is_named(label, line), where
+
+
+@pytest.mark.parametrize(
+    "name, change, line",
+    [
+        ("attend-selection", lambda a: {"q": None}, "q must be bfloat16 [R, H, 512], got None"),
+        (
+            "compress-ratio2",
+            lambda a: {"batch_start": None},
+            "batch.start must be int32 [2], got None",
+        ),
+        (
+            "compress-ratio2",
+            lambda a: {"kv": a["kv"][:5]},
+            "kv must be float32 or bfloat16 [6, 512], got float32 [5, 512]",
+        ),
+        (
+            "compress-ratio2",
+            lambda a: {
+                "main_pages": a["main_pages"].repeat(1, 2),
+                "main_page_size": 2 * PAGE_SIZE,
+            },
+            "index.page_size must be 16 (main.page_size: an entry has one slot), got 8",
+        ),
+        (
+            "quantize_query-fp4",
+            lambda a: {"record": RECORDS["MainFp4"].id},
+            "record must be one of IndexFp4, IndexFp8, got MainFp4",
+        ),
+        *(
+            (
+                name,
+                lambda a: {"schedule": a["schedule"][:19]},
+                "schedule must have at least 20 words for 6 rows, got 19",
+            )
+            for name in ("attend-window", "index_scores-flat", "select-build", "index_select-build")
+        ),
+        *(
+            (
+                "attend-selection",
+                lambda a, name=name: {f"contiguous_{name}": a["selection_lengths"]},
+                "contiguous must be (block_table, row_request, n_vis), got a part of it",
+            )
+            for name in ("row_request", "n_vis")
+        ),
+    ],
+)
+def test_what_the_op_itself_says(name, change, line, device):
+    call = CALLS[name](Scene(device))
+    with pytest.raises(ValueError) as caught:
+        call.but(**change(call.args))()
+    assert str(caught.value) == f"flash_csa.{call.op}: {line}"
+
+
+PLAN = fc.LayerPlan.from_config("v41-flash")
+SPEC = fc.CacheSpec.for_plan(PLAN)
+
+
+@pytest.mark.parametrize(
+    "call, line",
+    [
+        (lambda: fc.Batch.build(0, [1]), "Batch.build: start must be a list of int64, got int 0"),
+        (
+            lambda: fc.Batch.build([0.5], [1]),
+            "Batch.build: start must be a list of int64, got list [0.5]",
+        ),
+        (lambda: fc.Batch.build([1 << 31], [1]), "Batch: start must be int32, got 2147483648"),
+        (
+            lambda: fc.Batch.build([2**31 - 2], [2]),
+            "Batch: start + rows must be at most 2147483647, got 2147483648",
+        ),
+        (
+            lambda: fc.Batch.build([0, 0], [2**30, 2**30]),
+            "Batch: the sum of rows must be at most 2147483647, got 2147483648",
+        ),
+        (
+            lambda: fc.Batch.build([0], [1], max_rows=1 << 31),
+            "Batch: max_rows must be int32, got 2147483648",
+        ),
+        (lambda: fc.Batch.decode([3], drafts=-1), "Batch: drafts must be not negative, got -1"),
+        (
+            lambda: fc.Pages.empty(1, "MainFp4", 0),
+            "Pages.empty: page_size must be in [1, 256], got 0",
+        ),
+        (
+            lambda: fc.Pages.empty(None, "MainFp4", 8),
+            "Pages.empty: num_pages must be int64, got None",
+        ),
+        (
+            lambda: fc.Pages(None, "MainFp4", 8),
+            "Pages: data must be uint8 [num_pages, bytes], got None",
+        ),
+        (lambda: fc.Pool.empty(1, -1), "Pool.empty: width must be in [0, 1048576], got -1"),
+        (
+            lambda: fc.cos_sin_table(8, float("nan"), True),
+            "cos_sin_table: theta must be finite and above 0, got nan",
+        ),
+        (lambda: fc.workspace("select", k=None), "workspace: k must be int64, got None"),
+        (
+            lambda: fc.CacheSpec(page_sizes=64),
+            "CacheSpec: page_sizes must be a mapping by ratio, got int 64",
+        ),
+        (
+            lambda: SPEC.layout(PLAN, max_tokens=9.5),
+            "CacheSpec.layout: max_tokens must be int64, got float 9.5",
+        ),
+        (
+            lambda: SPEC.layout(PLAN, max_tokens=9, num_spans=-1),
+            "CacheSpec: num_spans must be at least 0, got -1",
+        ),
+        (lambda: fc.BlockPool(PLAN), "BlockPool: layout must be CacheLayout, got LayerPlan"),
+        (
+            lambda: fc.CacheSpec.for_plan("v41-flash"),
+            "CacheSpec.for_plan: plan must be LayerPlan, got str 'v41-flash'",
+        ),
+    ],
+)
+def test_one_line_of_what_is_no_op(call, line):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == f"flash_csa.{line}"
+
+
+def test_layers_by_negative_numbers_and_steps_before_their_time():
+    layout = SPEC.layout(PLAN, max_tokens=64)
+    cache, pool = layout.allocate("meta"), fc.BlockPool(layout)
+    step = fc.Step(cache, fc.Batch.decode([0]), pool.block_tables, pool.window_table)
+    q, kv = torch.zeros(1, 64, 512).bfloat16(), torch.zeros(1, 512).bfloat16()
+    table = fc.cos_sin_table(64, 1e4, False)
+    for call, line in (
+        (lambda: fc.store_window(cache, -1, step, kv, table), "store_window: layer must be in"),
+        (
+            lambda: fc.window_layer(cache, 40, step, fc.Query(q, kv), table),
+            "window_layer: layer",
+        ),
+        (lambda: fc.window_layer(cache, 0, step, None, table), "window_layer: query must be Query"),
+        (lambda: fc.window_layer(cache, 0, step, fc.Query(q, kv), table), "Step: step must have"),
+        (lambda: fc.Group(cache, -1, cos_sin=table, compressor=None), "Group: compressor must be"),
+        (
+            lambda: fc.Group(cache, -1, cos_sin=table, compressor=fc.Compressor(table)),
+            "Group: index must be in",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^flash_csa.{line}.*, got"):
+            call()

@@ -12,6 +12,7 @@ if tuple(int(n) for n in _re.findall(r"\d+", _torch.__version__)[:2]) < (2, 11):
     raise ImportError(f"flash_csa needs PyTorch >= 2.11, found {_torch.__version__}")
 
 from . import _C, _fakes, configs  # noqa: F401
+from ._explain import explained as _explained
 from .attend import attend, merge
 from .batch import Batch
 from .cache import BlockPool, Cache, CacheSpec, OutOfPages
@@ -20,7 +21,7 @@ from .group import Compressor, Group, Query, Step, Tokens, store_window, window_
 from .index import IndexQuery, index_scores, quantize_query
 from .plan import LayerPlan
 from .records import RECORDS, Pages, Record
-from .reference.rope import cos_sin_table
+from .reference import rope as _rope
 from .select import (
     Pool,
     Selection,
@@ -35,6 +36,7 @@ from .step import StepSlots, Window, schedule, step_slots
 from .store import load, rope_store, store
 from .validate import check
 
+cos_sin_table = _explained()(_rope.cos_sin_table)
 __version__ = "0.1.0"
 __all__ = [
     "RECORDS",

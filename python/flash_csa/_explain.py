@@ -21,6 +21,7 @@ import torch
 from . import _C
 from ._fakes import check_tensors, describe
 
+INT32_MAX = (1 << 31) - 1
 P = ParamSpec("P")
 R = TypeVar("R")
 # Lines of the op that may be about another argument than the one that is wrong.
@@ -56,17 +57,20 @@ def _line(function: Callable, limits: dict, args: tuple, kwargs: dict, error: st
         bound = signature(function).bind(*args, **kwargs)
     except TypeError:  # its text names the keyword
         return None
-    where = f"flash_csa.{function.__qualname__}"
+    where = f"flash_csa.{function.__qualname__.removesuffix('.__init__')}"
     hints = _hints(function)
-    for name, value in bound.arguments.items():
-        for field, problem in _wrong(value, hints.get(name, Any), name):
+    is_op = function.__qualname__ in _C.SIGNATURES  # and no method of that name
+    for name, value, hint in _annotated(function, bound.arguments, hints):
+        if hint is torch.Tensor and not is_op and not isinstance(value, torch.Tensor):
+            return f"{where}: {name} must be a tensor, got {describe(value)}"
+        for field, problem in _wrong(value, hint, name):
             return f"{where}: {field} must be {problem}"
     for name, (low, high) in limits.items():
         value = bound.arguments.get(name, low)
         if not low <= value <= high:
             return f"{where}: {name} must be in [{low}, {high}], got {value}"
     said = error.startswith("flash_csa.")
-    if function.__name__ in _C.SIGNATURES and (not said or _OF_TENSORS.match(error)):
+    if is_op and (not error.startswith(f"{where}: ") or _OF_TENSORS.match(error)):
         try:
             check_tensors(function.__name__, _flat(function, bound.arguments))
         except ValueError as found:
@@ -75,9 +79,21 @@ def _line(function: Callable, limits: dict, args: tuple, kwargs: dict, error: st
     return f"{where}: {absent[0]} must be a tensor, got None" if absent and not said else None
 
 
+def _annotated(
+    function: Callable, arguments: dict[str, Any], hints: dict[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and annotation of each argument that has one."""
+    for name, value in arguments.items():
+        if name not in hints:
+            continue
+        spread = signature(function).parameters[name].kind is Parameter.VAR_KEYWORD
+        for key, item in value.items() if spread else [(name, value)]:
+            yield key, item, hints[name]
+
+
 def _absent(owner: Any, name: str) -> list[str]:
     """The fields of a dataclass that are None in the place of a tensor."""
-    members = fields(owner) if is_dataclass(owner) else ()
+    members = fields(owner) if is_dataclass(owner) and not isinstance(owner, type) else ()
     tensors = [field.name for field in members if field.type is torch.Tensor]
     return [f"{name}.{field}" for field in tensors if getattr(owner, field) is None]
 
@@ -114,7 +130,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, option) for option in inner)
     if origin is Any or origin is torch.Tensor:  # check_tensors says more of a tensor
         return True
-    if origin is Sequence:
+    if origin is Sequence or Ellipsis in inner:
         listed = not isinstance(value, torch.Tensor | str | dict) and hasattr(value, "__len__")
         return listed and all(_fits(item, inner[0]) for item in value)
     if origin is tuple:
@@ -133,11 +149,11 @@ def _kind(hint: Any) -> str:
         return "None"
     if _is_union(hint):
         return " or ".join(_kind(option) for option in inner)
-    if origin is Sequence:
+    if origin is Sequence or Ellipsis in inner:
         return f"a list of {_kind(inner[0])}"
     if origin is tuple:
         return f"({', '.join(_kind(item) for item in inner)})"
-    return "an int of 64 bits" if origin is int else origin.__name__
+    return "int64" if origin is int else origin.__name__
 
 
 def _flat(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:

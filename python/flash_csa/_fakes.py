@@ -63,8 +63,12 @@ def describe(value: Any) -> str:
     if value is None:
         return "None"
     if not isinstance(value, torch.Tensor):
-        small = isinstance(value, float | str) or (isinstance(value, int) and abs(value) < 1 << 64)
-        text = f"{type(value).__name__} {value!r}" if small else type(value).__name__
+        items = value if isinstance(value, list | tuple) and len(value) < 9 else (value,)
+        plain = all(
+            isinstance(item, float | str) or (isinstance(item, int) and abs(item) < 1 << 64)
+            for item in items
+        )
+        text = f"{type(value).__name__} {value!r}" if plain else type(value).__name__
         return text if len(text) < 80 else text[:76] + " .."
     layout = "" if value.layout == torch.strided else f", {_name(value.layout)}"
     return f"{_name(value.dtype)} {list(value.shape)}{layout}"

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ._explain import INT32_MAX, explained
+from ._fakes import describe
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -23,6 +26,7 @@ class Batch:
     max_rows: int  # host upper bound of one request's rows, constant in a graph
 
     @classmethod
+    @explained()
     def build(
         cls,
         start: Sequence[int],
@@ -45,20 +49,25 @@ class Batch:
             max_rows: upper bound of one request's rows; default the largest of this batch.
 
         Raises:
-            ValueError: lengths differ, a negative count, fewer rows than those counted.
+            ValueError: lengths differ, a negative count, fewer rows than those counted, a position
+                or a number of rows beyond int32.
         """
-        starts, counts = np.asarray(start, np.int64), np.asarray(rows, np.int64)
-        owns = counts if owned is None else np.asarray(owned, np.int64)
-        slots = np.arange(len(starts)) if tail_slot is None else np.asarray(tail_slot, np.int64)
+        starts, counts = _ints("start", start), _ints("rows", rows)
+        owns = counts if owned is None else _ints("owned", owned)
+        slots = np.arange(len(starts)) if tail_slot is None else _ints("tail_slot", tail_slot)
         for name, values in (("rows", counts), ("owned", owns), ("tail_slot", slots)):
             _check(values.shape == starts.shape, name, f"{len(starts)} values", len(values))
         _check((starts >= 0).all(), "start", "not negative", start)
         _check((counts >= 0).all(), "rows", "not negative", rows)
         _check((owns >= counts).all(), "owned", "at least rows", owned)
+        ends = int((starts + counts).max(initial=0))
+        _check(ends <= INT32_MAX, "start + rows", f"at most {INT32_MAX}", ends)
         most = int(owns.max(initial=1))
         _check(max_rows is None or max_rows >= most, "max_rows", f"at least {most}", max_rows)
+        _check((max_rows or most) in range(INT32_MAX + 1), "max_rows", "int32", max_rows)
         cu_tokens = np.concatenate(([0], np.cumsum(owns)))
         last = int(cu_tokens[-1])
+        _check(last <= INT32_MAX, "the sum of rows", f"at most {INT32_MAX}", last)
         _check(num_rows is None or num_rows >= last, "num_rows", f"at least {last}", num_rows)
 
         request = np.repeat(np.arange(len(starts)), owns)
@@ -74,10 +83,12 @@ class Batch:
         return cls(*tensors, max_rows=max_rows or most)
 
     @classmethod
+    @explained()
     def decode(
         cls, lengths: Sequence[int], *, drafts: int = 0, device: torch.device | str = "cpu"
     ) -> "Batch":
         """One row, and `drafts` more, for each request of `lengths` tokens."""
+        _check(drafts >= 0, "drafts", "not negative", drafts)
         return cls.build(lengths, [1 + drafts] * len(lengths), device=device)
 
     @property
@@ -99,6 +110,7 @@ class Batch:
             self.max_rows,
         )
 
+    @explained()
     def copy_(self, other: "Batch") -> "Batch":
         """Takes over the rows of `other` in place, so that a captured step replays with them.
 
@@ -113,6 +125,16 @@ class Batch:
         for name in ("positions", "row_request", "cu_tokens", "start", "tail_slot"):
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
         return self
+
+
+def _ints(name: str, values: Sequence[int]) -> np.ndarray:
+    """A list of int32, as int64; nothing is rounded or wraps."""
+    found = np.asarray(values)
+    fits = found.ndim == 1 and (found.size == 0 or found.dtype.kind in "iu")
+    _check(fits, name, "a list of int", describe(values))
+    for value in (int(found.min(initial=0)), int(found.max(initial=0))):
+        _check(abs(value) <= INT32_MAX, name, "int32", value)
+    return found.astype(np.int64)
 
 
 def _check(holds: bool, name: str, expected: str, got: object) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ._explain import explained
+from ._fakes import describe
 from .compress import Tail
 from .plan import HEAD_DIM, INDEX_DIM, RATIOS, GroupPlan, LayerPlan
 from .records import RECORDS, Pages
@@ -43,12 +45,15 @@ class CacheSpec:
             fitting = [record.name for record in RECORDS.values() if record.dims == dims]
             if getattr(self, name) not in fitting:
                 raise _error(f"CacheSpec: {name}", f"one of {fitting}", getattr(self, name))
+        if not isinstance(self.page_sizes, Mapping):
+            raise _error("CacheSpec: page_sizes", "a mapping by ratio", describe(self.page_sizes))
         sizes = [(f"page_sizes[{ratio}]", size) for ratio, size in self.page_sizes.items()]
         for name, size in (*sizes, ("window_page_size", self.window_page_size)):
             if not isinstance(size, int) or not 1 <= size <= MAX_PAGE_SIZE:
                 raise _error(f"CacheSpec: {name}", f"1 to {MAX_PAGE_SIZE}", size)
 
     @classmethod
+    @explained()
     def for_plan(cls, plan: LayerPlan, *, page_size: int | None = None, **fields) -> "CacheSpec":
         """The model's own formats. `page_size`, if given, holds for every ratio and the window;
         `fields` replaces single ones."""
@@ -60,6 +65,7 @@ class CacheSpec:
             defaults |= {"page_sizes": sizes, "window_page_size": page_size}
         return cls(**(defaults | fields))
 
+    @explained()
     def layout(
         self,
         plan: LayerPlan,
@@ -96,8 +102,12 @@ class CacheSpec:
             ("max_requests", max_requests, 1),
             ("max_rows", max_rows, 1),
             ("max_draft", max_draft, 0),
+            ("num_spans", num_spans, 0),
+            ("window_pages", window_pages, 0),
         ):
-            if value < least:
+            if value is not None and not isinstance(value, int):
+                raise _error(f"CacheSpec: {name}", "an int", describe(value))
+            if value is not None and value < least:
                 raise _error(f"CacheSpec: {name}", f"at least {least}", value)
         span = math.lcm(*(ratio * self.page_sizes[ratio] for ratio in plan.ratios))
         spans_per_request = ceil_div(max_tokens, span)
@@ -116,6 +126,7 @@ class CacheSpec:
             window_pages=max_requests * columns if window_pages is None else window_pages,
         )
 
+    @explained()
     def allocate(self, plan: LayerPlan, *, device: torch.device | str = "cpu", **sizes) -> "Cache":
         """Pages and tails of `layout(plan, **sizes)` on `device`."""
         return self.layout(plan, **sizes).allocate(device)
@@ -161,6 +172,7 @@ class CacheLayout:
             if group.ratio > 1 and width
         }
 
+    @explained()
     def allocate(self, device: torch.device | str = "cpu") -> "Cache":
         """Pages and tails, uninitialised: nothing is read before it is written."""
 
@@ -241,6 +253,7 @@ class BlockPool:
     out in a fixed order, so equal calls give equal tables.
     """
 
+    @explained()
     def __init__(
         self,
         layout: CacheLayout,
@@ -271,6 +284,7 @@ class BlockPool:
     def free_window_pages(self) -> int:
         return len(self._free_windows)
 
+    @explained()
     def reserve(self, request: int, start: int, rows: int) -> None:
         """Makes room for rows at positions start .. start + rows - 1, drafts included.
 
@@ -319,6 +333,7 @@ class BlockPool:
                 _write(table[request, len(held) * n : (len(held) + new_spans) * n], ids)
         held += taken
 
+    @explained()
     def free(self, request: int) -> None:
         """Hands back all pages of a request.
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ._explain import explained
 from .attend import attend
 from .batch import Batch
 from .cache import Cache
 from .compress import compress
 from .index import IndexQuery, quantize_query
-from .plan import Layer
+from .plan import HEAD_DIM, Layer
 from .select import Pool, Selection, index_select
 from .sizes import default_num_sms, workspace_bytes
 from .step import StepSlots, schedule, step_slots
@@ -83,6 +84,7 @@ class Step:
         selected_by, pooled_by: the layers that wrote them in this step; None before.
     """
 
+    @explained()
     def __init__(
         self,
         cache: Cache,
@@ -123,6 +125,7 @@ class Step:
         self._schedule: torch.Tensor | None = None
         self.workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device)
 
+    @explained()
     def begin(self, batch: Batch | None = None) -> "Step":
         """Takes over the rows of `batch`, then finds slots and deals out the work: two launches.
 
@@ -178,6 +181,8 @@ class Step:
 
     def section(self, ratio: int, kind: str) -> torch.Tensor:
         """The schedule of one kind of work: window, index, reindex, attend or contiguous."""
+        if self._schedule is None:
+            raise ValueError("flash_csa.Step: step must have begun (Step.begin), got a new one")
         if kind == "window":
             return self._schedule[0]
         kinds = ("index", "reindex", "attend", "contiguous")
@@ -208,6 +213,7 @@ class Group:
     Holds references: the group's pages and tails, the layers' windows, weights, rotation table.
     """
 
+    @explained()
     def __init__(
         self, cache: Cache, index: int, *, cos_sin: torch.Tensor, compressor: Compressor
     ) -> None:
@@ -215,12 +221,16 @@ class Group:
         with YaRN, shared by all groups."""
         self.cache = cache
         self.plan = cache.layout.plan
+        groups = len(self.plan.groups)
+        if not 0 <= index < groups:
+            raise ValueError(f"flash_csa.Group: index must be in [0, {groups - 1}], got {index}")
         self.group = self.plan.groups[index]
         self.pages = cache.groups[index]
         self.tails = cache.tails[index]
         self.cos_sin = cos_sin
         self.compressor = compressor
 
+    @explained()
     def full(
         self,
         layer: int,
@@ -253,6 +263,7 @@ class Group:
             self._select(planned, step, query)
         return self._attend(planned, step, query, out, lse)
 
+    @explained()
     def reindex(
         self,
         layer: int,
@@ -278,6 +289,7 @@ class Group:
         self._select(planned, step, query)
         return self._attend(planned, step, query, out, lse)
 
+    @explained()
     def reuse(
         self,
         layer: int,
@@ -296,6 +308,7 @@ class Group:
         """
         return self._attend(self._layer("reuse", layer), step, query, out, lse)
 
+    @explained()
     def compress(self, step: Step, tokens: Tokens) -> None:
         """Writes the records of the entries that the rows close, and the tails.
 
@@ -406,6 +419,7 @@ class Group:
         )
 
 
+@explained()
 def window_layer(
     cache: Cache,
     layer: int,
@@ -423,7 +437,7 @@ def window_layer(
     Raises:
         ValueError: the layer has a compressor, or an op refuses an argument.
     """
-    planned = cache.layout.plan.layers[layer]
+    planned = _planned("window_layer", cache, layer)
     if planned.mode != "window":
         raise ValueError(
             f"flash_csa.window_layer: layer must be of mode window, got {layer} ({planned.mode})"
@@ -432,12 +446,22 @@ def window_layer(
     return _attend_layer(cache, planned, step, query, cos_sin, section, out=out, lse=lse)
 
 
+@explained()
 def store_window(
     cache: Cache, layer: int, step: Step, window_kv: torch.Tensor, cos_sin: torch.Tensor
 ) -> None:
     """Stores a layer's window records of rows without queries: window_kv bf16 [R, 512]."""
-    no_heads = window_kv.new_empty(len(window_kv), 0, window_kv.shape[1])
+    _planned("store_window", cache, layer)
+    no_heads = window_kv.new_empty(len(window_kv), 0, HEAD_DIM)
     _rope_store(cache, layer, step, no_heads, window_kv, cos_sin)
+
+
+def _planned(function: str, cache: Cache, layer: int) -> Layer:
+    layers = cache.layout.plan.layers
+    if not 0 <= layer < len(layers):
+        most = len(layers) - 1
+        raise ValueError(f"flash_csa.{function}: layer must be in [0, {most}], got {layer}")
+    return layers[layer]
 
 
 def _rope_store(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._explain import explained
+from ._explain import INT32_MAX, explained
 from .batch import Batch
 from .records import RECORDS, Pages, flat
 from .select import Pool
@@ -24,6 +24,7 @@ class IndexQuery:
     scales: torch.Tensor
 
     @classmethod
+    @explained(rows=(0, INT32_MAX), heads=(0, INT32_MAX))
     def empty(
         cls, rows: int, heads: int, record: str = "IndexFp4", device: torch.device | str = "cpu"
     ) -> "IndexQuery":

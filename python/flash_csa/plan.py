@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ._explain import explained
 from .configs import BY_NAME
 
 HEAD_DIM = 512  # K = V, one vector
@@ -124,6 +125,7 @@ class LayerPlan:
     max_positions: int
 
     @classmethod
+    @explained()
     def from_config(
         cls, config: Mapping[str, Any] | str | os.PathLike, *, heads: int | None = None
     ) -> "LayerPlan":

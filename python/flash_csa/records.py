@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from . import _C
+from ._explain import INT32_MAX, explained
 from ._fakes import describe
 
 PAGE_ALIGN = 16  # bytes: base and stride of pages, the widest vector load
@@ -92,6 +93,7 @@ class Pages:
             raise ValueError(f"flash_csa.Pages: page_size must be in [1, {most}], got {got}")
 
     @classmethod
+    @explained(num_pages=(0, INT32_MAX), page_size=(1, _C.MAX_PAGE_SIZE))
     def empty(
         cls, num_pages: int, record: str, page_size: int, device: torch.device | str = "cpu"
     ) -> "Pages":

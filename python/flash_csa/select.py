@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import _C
-from ._explain import explained
+from ._explain import INT32_MAX, explained
 from .batch import Batch
 from .records import Pages, flat
 from .sizes import workspace as new_workspace
@@ -41,6 +41,7 @@ class Selection:
     scores: torch.Tensor | None = None
 
     @classmethod
+    @explained(rows=(0, INT32_MAX), k=(0, _C.MAX_TOP_K))
     def empty(cls, rows: int, k: int, device="cpu", *, scores: bool = False) -> "Selection":
         """Uninitialised selection of `rows` rows of `k`."""
         return cls(
@@ -63,6 +64,7 @@ class Pool:
     scores: torch.Tensor | None = None
 
     @classmethod
+    @explained(rows=(0, INT32_MAX), width=(0, _C.MAX_POOL_BLOCKS))
     def empty(cls, rows: int, width: int, device="cpu", *, scores: bool = False) -> "Pool":
         """Uninitialised pool of `rows` rows of `width` blocks."""
         return cls(_i32(device, rows, width), _i32(device, rows), _f32(scores, device, rows, width))

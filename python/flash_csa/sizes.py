@@ -7,6 +7,7 @@ a test compares the two.
 import torch
 
 from . import _C
+from ._explain import explained
 
 SYNC_BYTES: int = _C.SYNC_BYTES
 
@@ -18,6 +19,7 @@ def _round_up(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple
 
 
+@explained()
 def default_num_sms(device: torch.device | str = "cpu") -> int:
     """Workers of a device: the SMs of a GPU, PyTorch's threads on the CPU."""
     device = torch.device(device)
@@ -26,12 +28,14 @@ def default_num_sms(device: torch.device | str = "cpu") -> int:
     return torch.get_num_threads()
 
 
+@explained()
 def schedule_size(*, num_sms: int, max_rows_total: int) -> int:
     """int32 words of one section of a schedule."""
     header, one_range = 8, 4
     return _round_up(header + one_range * num_sms + max_rows_total + 1, 4)
 
 
+@explained()
 def workspace_bytes(
     op: str,
     *,
@@ -69,6 +73,7 @@ def workspace_bytes(
     return _round_up(SYNC_BYTES + scratch, 256)
 
 
+@explained()
 def workspace(op: str, *, device: torch.device | str = "cpu", **bounds: int) -> torch.Tensor:
     """A workspace, u8. One per stream, shared by all ops (take the largest).
 

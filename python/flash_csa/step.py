@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from . import _C
-from ._explain import explained
+from ._explain import INT32_MAX, explained
 from .batch import Batch
 from .sizes import schedule_size
 from .validate import ops as _ops
@@ -35,6 +35,7 @@ class StepSlots:
     n_vis: torch.Tensor
 
     @classmethod
+    @explained(rows=(0, INT32_MAX), num_ratios=(0, 8), window=(0, INT32_MAX))
     def empty(cls, rows: int, num_ratios: int, window: int = 128, device="cpu") -> "StepSlots":
         """Uninitialised results for `rows` rows."""
 
@@ -45,7 +46,7 @@ class StepSlots:
         return cls(new(rows), lists, new(num_ratios, rows), new(num_ratios, rows))
 
 
-@explained(window=(1, (1 << 31) - 1))
+@explained(window=(1, INT32_MAX))
 def step_slots(
     batch: Batch,
     block_tables: Sequence[torch.Tensor],

@@ -7,6 +7,8 @@ The order of roundings is part of the model: with frequencies from FP64, every f
 value at position 10^6 would differ.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,8 +46,12 @@ def cos_sin_table(max_pos: int, theta: float, yarn: bool) -> Tensor:
     full range reduction: angles reach 10^6), the same on every machine. Made once on the CPU;
     256 bytes per position. ValueError unless 1 <= max_pos <= 2^24.
     """
-    if not 1 <= max_pos <= _MAX_POSITIONS:
-        raise ValueError(f"flash_csa: max_pos must be 1 to {_MAX_POSITIONS}, got {max_pos}")
+    for name, value, holds, expected in (
+        ("max_pos", max_pos, 1 <= max_pos <= _MAX_POSITIONS, f"1 to {_MAX_POSITIONS}"),
+        ("theta", theta, 0 < theta < math.inf, "finite and above 0"),
+    ):
+        if not holds:
+            raise ValueError(f"flash_csa.cos_sin_table: {name} must be {expected}, got {value}")
     table = torch.empty(max_pos, ROPE_DIMS)
     for first in range(0, max_pos, _CHUNK):
         positions = torch.arange(first, min(first + _CHUNK, max_pos))
