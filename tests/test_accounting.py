@@ -9,6 +9,7 @@ from flash_csa import accounting, configs
 from flash_csa.accounting import Cost
 from flash_csa.cache import CacheSpec
 from flash_csa.plan import LayerPlan
+from models import group_of_eight
 
 V41 = LayerPlan.from_config(configs.V41_FLASH)
 V4 = LayerPlan.from_config(configs.V4_FLASH)
@@ -124,23 +125,19 @@ def test_lists_and_tables():
     }
 
 
-def group_of_eight(ratio: int, pool_blocks: int) -> LayerPlan:
-    """One Full, two Reindex and five Reuse layers."""
-    fields = {
-        **configs.V41_FLASH,
-        "num_hidden_layers": 8,
-        "compress_ratios": [ratio] * 8,
-        "kv_source_layer_ids": [0],
-        "index_source_layer_ids": [0, 3, 6],
-        "candidate_source_layer_id": 0,
-        "candidate_topk_blocks": pool_blocks,
-    }
-    return LayerPlan.from_config(fields)
+def group_plan(ratio: int, pool_blocks: int) -> LayerPlan:
+    return LayerPlan.from_config(group_of_eight(ratio, pool_blocks))
 
 
 def test_comparison_counts():
-    assert accounting.comparisons(group_of_eight(1, 512), 32_768) == (40_960, 262_144)
-    assert accounting.comparisons(group_of_eight(4, 2048), M) == (294_912, 2_097_152)
+    assert accounting.comparisons(group_plan(1, 512), 32_768) == (
+        40_960,
+        262_144,
+    )
+    assert accounting.comparisons(group_plan(4, 2048), M) == (
+        294_912,
+        2_097_152,
+    )
     # V4.1: three Full layers of ratio 2 score half a million entries, layer 20 a million, four
     # Reindex layers a pool each.
     scored, flat = accounting.comparisons(V41, M)
@@ -150,7 +147,7 @@ def test_comparison_counts():
 
 
 def test_positions_of_a_pool():
-    plan = group_of_eight(1, 2)
+    plan = group_plan(1, 2)
     visible = [0, 1, 15, 16, 17, 23, 24, 25]
     # Above two blocks: one whole block and the newest, which may be partly visible.
     expected = [0, 1, 15, 16, 9, 15, 16, 9]

@@ -5,9 +5,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flash_csa import CacheSpec, LayerPlan, configs
+from flash_csa import CacheSpec, LayerPlan
 from flash_csa.accounting import step_costs
 from flash_csa.cli.app import app
+from models import group_of_eight
 
 
 def invoke(*arguments: str):
@@ -18,19 +19,6 @@ def report(*arguments: str) -> dict:
     result = invoke(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
-
-
-def group_of_eight(ratio: int, pool_blocks: int) -> dict:
-    """1 Full, 2 Reindex, 5 Reuse."""
-    return {
-        **configs.V41_FLASH,
-        "num_hidden_layers": 8,
-        "compress_ratios": [ratio] * 8,
-        "kv_source_layer_ids": [0],
-        "index_source_layer_ids": [0, 3, 6],
-        "candidate_source_layer_id": 0,
-        "candidate_topk_blocks": pool_blocks,
-    }
 
 
 @pytest.mark.parametrize(

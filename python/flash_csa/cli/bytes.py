@@ -27,9 +27,7 @@ OPS = ("attend", "index_scores", "select", "index_select", "compress")
 
 
 def command(
-    model: Annotated[
-        str, typer.Option(help="v41-flash, v4-flash, v4-pro or a config.json.")
-    ] = "v41-flash",
+    model: output.Model = "v41-flash",
     context: Annotated[int, typer.Option(help="Tokens of each request.")] = 1_048_576,
     batch: Annotated[int, typer.Option(help="Requests.")] = 1,
     page_size: Annotated[
@@ -151,8 +149,8 @@ def _print(plan: LayerPlan, result: dict[str, Any]) -> None:
             record["record"],
             f"{record['entries_per_token']:g}",
             f"{record['bytes_per_token']:g}",
-            _size(record["ideal_nbytes"]),
-            _size(record["allocated_nbytes"]),
+            output.size(record["ideal_nbytes"], 6),
+            output.size(record["allocated_nbytes"], 6),
             f"{record['share']:.1%}",
         )
     table.add_section()
@@ -162,8 +160,8 @@ def _print(plan: LayerPlan, result: dict[str, Any]) -> None:
         "",
         "",
         f"{result['bytes_per_token']:g}",
-        _size(result["ideal_nbytes"]),
-        _size(result["allocated_nbytes"]),
+        output.size(result["ideal_nbytes"], 6),
+        output.size(result["allocated_nbytes"], 6),
         "100.0%",
     )
     console.print(table)
@@ -202,11 +200,3 @@ def _table(first: str, *rest: str) -> Table:
     for name in rest:
         table.add_column(name, justify="right")
     return table
-
-
-def _size(nbytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.6g} {units[0]}"

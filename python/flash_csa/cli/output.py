@@ -2,8 +2,9 @@
 
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +17,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ..configs import BY_NAME
+
+Model = Annotated[str, typer.Option(help=f"{', '.join(BY_NAME)} or a config.json.")]
 PLAIN_WIDTH = 100  # columns where the output is no terminal
 
 
@@ -62,9 +66,9 @@ def facts(rows: dict[str, str]) -> Table:
     return made
 
 
-def size(nbytes: int) -> str:
-    """Bytes to three digits or so, in binary units."""
+def size(nbytes: int, digits: int = 4) -> str:
+    """Bytes to a few digits, in the largest binary unit that leaves at least 1."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
-    return f"{value:.4g} {units[0]}"
+    return f"{value:.{digits}g} {units[0]}"

@@ -15,15 +15,14 @@ from ..cache import CacheSpec
 from ..plan import LayerPlan
 from ..traffic import ncu, plot
 from ..traffic.model import KINDS, Shape, report
+from . import output
 
 WIDTH = 190
 ROWS = Path("bench/results/h200.jsonl")
 
 
 def command(
-    model: Annotated[
-        str, typer.Option(help="v41-flash, v4-flash, v4-pro or a config.json.")
-    ] = "v41-flash",
+    model: output.Model = "v41-flash",
     context: Annotated[int, typer.Option(help="Tokens of each request after the step.")] = 131_072,
     batch: Annotated[int, typer.Option(help="Requests.")] = 1,
     rows: Annotated[int, typer.Option(help="Rows of each request: 1 decodes.")] = 1,

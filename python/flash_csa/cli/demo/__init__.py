@@ -35,9 +35,7 @@ READ_KINDS = ("main codes", "main scales", "index keys", "window")
 
 
 def command(
-    model: Annotated[
-        str, typer.Option(help="v41-flash, v4-flash, v4-pro or a config.json.")
-    ] = MODEL,
+    model: output.Model = MODEL,
     source: Annotated[
         Path | None,
         typer.Option(
