@@ -109,6 +109,8 @@ def test_one_line_names_the_wrong_argument(name, allocate, device):
         if len(path) > 1 and label not in rows and (value is None or torch.is_tensor(value)):
             continue  # a field that this op does not read
         for what, wrong in wrong_values(value).items():
+            if device.type == "cuda" and what in ("short", "long") and label in FREE:
+                continue  # taken; what lies outside is tested with the stages
             line = said(call, path, wrong)
             where = f"{label}, {what}: {line}"
             if not line:
