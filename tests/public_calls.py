@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class PublicCall:
     """A function of the package and its arguments by name."""
 
     op: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = field(repr=False)
 
     def __call__(self) -> Any:
         return getattr(fc, self.op)(**self.arguments)

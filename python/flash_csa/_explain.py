@@ -183,16 +183,20 @@ def _flat(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
         owners["out"], owners["pool_out"] = out
     for label in labels:
         head, _, field = label.partition(".")
-        owner = owners.get(
-            f"{head}_pages" if f"{head}_pages" in owners and field == "pages" else head
-        )
-        if head not in owners and owner is None:
-            continue
-        if isinstance(owner, Pages):
-            value = owner.data
-        elif isinstance(owner, tuple | list) and field:
-            value = owner[[other for other in labels if other.startswith(f"{head}.")].index(label)]
-        else:
-            value = getattr(owner, field, None) if field else owner
-        flat[label.replace(".", "_")] = value
+        if field == "pages" and f"{head}_pages" in owners:
+            head = f"{head}_pages"
+        if head in owners:
+            members = [other for other in labels if other.startswith(f"{head}.")]
+            flat[label.replace(".", "_")] = _member(owners[head], label, field, members)
     return flat
+
+
+def _member(owner: Any, label: str, field: str, members: list[str]) -> Any:
+    """What a label names of an argument: itself, a field of it, or its place in a tuple."""
+    from .records import Pages
+
+    if isinstance(owner, Pages):
+        return owner.data
+    if field and isinstance(owner, tuple | list):
+        return owner[members.index(label)]
+    return getattr(owner, field, None) if field else owner
