@@ -142,6 +142,11 @@ struct PoolDots {
     static constexpr int kGroupHeads = 16, kGroupSums = kGroupHeads / 2;
 };
 
+// The upper half of a word, by a dot product: that pipe has room, the one of shifts has none.
+__device__ __forceinline__ uint32_t upper_half(uint32_t word) {
+    return __dp2a_lo(word, 0x0100u, 0u);
+}
+
 // A tile's keys as bytes kOffset + v, v their half units with the powers of two of their groups:
 // one MMA a K step takes them. What the offset adds to a dot is a constant of the head, which sums
 // start without.
@@ -150,15 +155,18 @@ struct OffsetTile {
     static_assert(12 << kMaxIntegerFold < kOffset, "no borrow between bytes");
     uint32_t units[kFoldedSteps][4];
 
-    // words: of row lane / 4 + 8 half of the tile.
-    __device__ __forceinline__ void set(int half, const uint4& words, const HalfUnits& table) {
+    // words: of row lane / 4 + 8 half of the tile. Bytes are 2 max(v, 0) and kOffset - |v|, which a
+    // multiplication by two adds: that pipe has room, the one of additions has none.
+    __device__ __forceinline__ void set(int half, const uint4& words, const HalfUnits& sizes) {
         const uint32_t of_step[kFoldedSteps] = {words.x, words.y, words.z, words.w};
+        const uint32_t low = kOffset * 0x01010101u - sizes.low;
+        const uint32_t high = kOffset * 0x01010101u - sizes.high;
 #pragma unroll
         for (int step = 0; step < kFoldedSteps; ++step) {
-            const IntegerWord more = positive_units(of_step[step], table);
-            const IntegerWord less = negative_units(of_step[step], table);
-            units[step][half] = more.low + kOffset * 0x01010101u - less.low;
-            units[step][2 + half] = more.high + kOffset * 0x01010101u - less.high;
+            const uint32_t codes = of_step[step], unsigned_codes = codes & 0x77777777u;
+            units[step][half] = sizes.positive(codes) * 2 + permute(low, high, unsigned_codes);
+            units[step][2 + half] = sizes.positive(upper_half(codes)) * 2 +
+                                    permute(low, high, upper_half(unsigned_codes));
         }
     }
 
