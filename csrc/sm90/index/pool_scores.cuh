@@ -101,15 +101,31 @@ struct PoolRing {
 struct FoldedScales {
     static constexpr int kShiftBits = 5;  // of a group: what a shift of a word looks at
 
-    // Whether they fold.
-    __device__ __forceinline__ static bool fold(uint32_t scales, uint32_t& word) {
-        const int32_t lowest = lowest_scale(scales);
-        const uint32_t shifts = scales - lowest * 0x01010101u;
+    // Of four keys. Whether they fold: all are plain, and no shift exceeds kMaxIntegerFold.
+    __device__ __forceinline__ static bool fold(const uint32_t (&scales)[4], uint32_t (&words)[4]) {
         static_assert(kMaxIntegerFold == 3);
-        const uint32_t pairs = (shifts | shifts >> 3) & 0x00630063u;  // bytes to kShiftBits
-        word = static_cast<uint32_t>(lowest + kFoldedScoreExponent) << 23 | (pairs & 0x63u) |
-               (pairs >> 6 & 0x18c00u);
-        return is_plain(odd_key_bits(scales)) && (shifts & 0xfcfcfcfcu) == 0;
+        uint32_t lowest[2];  // of two keys each, in halves
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t a = lower_pairs(scales[2 * i]), b = lower_pairs(scales[2 * i + 1]);
+            lowest[i] = __vminu2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+        }
+        uint32_t shifts = 0;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const uint32_t low = e % 2 == 0 ? lowest[e / 2] & 0xffffu : lowest[e / 2] >> 16;
+            const uint32_t own = scales[e] - low * 0x01010101u;
+            shifts |= own;
+            const uint32_t rest = (low << 23) + (uint32_t{kFoldedScoreExponent} << 23);
+            // Bytes to kShiftBits. Multiplications: their pipe has room.
+            const uint32_t upper = __dp4a(own, 0x20010000u, 0u);
+            words[e] = (upper << 2 * kShiftBits) + __dp4a(own, 0x00002001u, rest);
+        }
+        const uint32_t least = __vminu2(__vminu2(lowest[0], lowest[1]), kLeastPlain * 0x10001u);
+        const uint32_t most =
+            __vmaxu2(__vmaxu2(lowest[0], lowest[1]), (kMostPlain - kMaxIntegerFold) * 0x10001u);
+        return least == kLeastPlain * 0x10001u &&
+               most == (kMostPlain - kMaxIntegerFold) * 0x10001u && (shifts & 0xfcfcfcfcu) == 0;
     }
     // The table of a group; from: its first bit.
     __device__ __forceinline__ static HalfUnits units(uint32_t word, int32_t from) {
@@ -120,6 +136,14 @@ struct FoldedScales {
     }
     __device__ __forceinline__ static float rest(uint32_t word) {
         return bits_float(word & kNanBits);
+    }
+
+  private:
+    static constexpr uint32_t kLeastPlain = 0x60, kMostPlain = 0x9f;  // as odd_key_bits has it
+
+    // The lower of bytes 0 and 1, and of bytes 2 and 3, as halves.
+    __device__ __forceinline__ static uint32_t lower_pairs(uint32_t scales) {
+        return __vminu2(scales & 0x00ff00ffu, __byte_perm(scales, 0, 0x4341));
     }
 };
 static_assert(4 * FoldedScales::kShiftBits <= 22 && kNanBits == 0x7fc00000u);
@@ -378,11 +402,13 @@ class PoolScorer {
             places_.visible(unit * kPoolUnitBlocks + lane_ / 2, n_vis_) - lane_ % 2 * kLaneKeys;
         uint32_t words[kLaneKeys] = {four.x, four.y, four.z, four.w};
         uint32_t folded[kLaneKeys];
-        bool folds = true;
 #pragma unroll
         for (int e = 0; e < kLaneKeys; ++e) {
             if (e >= keys) words[e] = kUnitScales;
-            folds = FoldedScales::fold(words[e], folded[e]) && folds;
+        }
+        bool folds = FoldedScales::fold(words, folded);
+#pragma unroll
+        for (int e = 0; e < kLaneKeys; ++e) {
             if (e >= keys) folded[e] = kNanBits;
         }
         folds = __all_sync(~0u, folds) && s_.folds != 0;
