@@ -280,7 +280,7 @@ class PoolScorer {
         QueryWords<1> words_[kOwn];
     };
 
-    // All threads of the block call, queries and places are there; a barrier comes behind.
+    // All threads of the block call, places are there: the first copies.
     __device__ __forceinline__ void start() {
         const int32_t own = prepared_unit();
         copy_scales(own);  // before keys, which take long to come
@@ -291,8 +291,11 @@ class PoolScorer {
         commit_copies();
         fetch(work.unit + kPoolGroups, work.codes ^ sizeof(PoolKeys));
         commit_copies();
+    }
+    // Queries are there, too; a barrier comes behind.
+    __device__ __forceinline__ void prepare() {
         wait_copies<kPoolStages>();
-        fold_scales(own);
+        fold_scales(prepared_unit());
     }
 
     // All threads of the block call. A round is a unit for each warp to prepare the scales of,

@@ -191,13 +191,15 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
         shared.row = paged;
         PoolTopK<kCluster>::expect(share, rank, p.select.k, shared.selection);
     }
-    queries.put(shared.scoring);  // while pages come
     write_places(paged, p.scores.index, share, blocks, pages, sPlaces);
     __syncthreads();
     const int32_t own_units = PoolShare{shared.row.columns.count, size_log}.length() / kPassKeys;
     PoolScorer scorer(p.scores, shared.row.columns.n_vis, sPlaces, own_units, sScores, shared.ring,
                       shared.scoring);
     scorer.start();
+    queries.put(shared.scoring);  // while keys come
+    __syncthreads();
+    scorer.prepare();
     __syncthreads();
     scorer.run();
     __syncthreads();
