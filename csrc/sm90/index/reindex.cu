@@ -65,14 +65,17 @@ __host__ __device__ constexpr int32_t blocks_each(int32_t blocks, int32_t size_l
            kPoolUnitBlocks;
 }
 
-constexpr int kOwnBlocks = (kMaxPoolBlocks + kPoolThreads - 1) / kPoolThreads;  // of a thread
+// Of a thread: a cluster has two blocks of threads at least.
+template <bool kCluster>
+constexpr int kOwnBlocks = kMaxPoolBlocks / (kCluster ? 2 : 1) / kPoolThreads;
 
 // The blocks that a thread finds the places of, read before it is known how many there are. Units
 // are lines of the part.
+template <int kOwn>
 __device__ __forceinline__ void load_blocks(const PoolView& pool, int64_t row, const PoolShare& all,
-                                            int32_t rank, int32_t (&blocks)[kOwnBlocks]) {
+                                            int32_t rank, int32_t (&blocks)[kOwn]) {
 #pragma unroll
-    for (int i = 0; i < kOwnBlocks; ++i) {
+    for (int i = 0; i < kOwn; ++i) {
         const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
         const int32_t block = all.id(at * kPoolBlock, rank) / kPoolBlock;
         if (block < pool.width) blocks[i] = pool.blocks.row(row)[block];
@@ -80,11 +83,12 @@ __device__ __forceinline__ void load_blocks(const PoolView& pool, int64_t row, c
 }
 
 // Their pages; -1 where a block is not in the part, or nothing of it is visible.
+template <int kOwn>
 __device__ __forceinline__ void load_pages(const PagedRow& row, const PoolShare& share,
-                                           int32_t rank, const int32_t (&blocks)[kOwnBlocks],
-                                           int32_t (&pages)[kOwnBlocks]) {
+                                           int32_t rank, const int32_t (&blocks)[kOwn],
+                                           int32_t (&pages)[kOwn]) {
 #pragma unroll
-    for (int i = 0; i < kOwnBlocks; ++i) {
+    for (int i = 0; i < kOwn; ++i) {
         const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
         const int64_t position = int64_t{blocks[i]} * kPoolBlock;
         const bool reads =
@@ -93,13 +97,13 @@ __device__ __forceinline__ void load_pages(const PagedRow& row, const PoolShare&
     }
 }
 
+template <int kOwn>
 __device__ __forceinline__ void write_places(const PagedRow& row, const ConstPages& index,
-                                             const PoolShare& share,
-                                             const int32_t (&blocks)[kOwnBlocks],
-                                             const int32_t (&pages)[kOwnBlocks],
+                                             const PoolShare& share, const int32_t (&blocks)[kOwn],
+                                             const int32_t (&pages)[kOwn],
                                              const PoolPlaces& places) {
 #pragma unroll
-    for (int i = 0; i < kOwnBlocks; ++i) {
+    for (int i = 0; i < kOwn; ++i) {
         const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kPoolThreads;
         if (at * kPoolBlock >= share.length()) break;
         const bool there = pages[i] >= 0 && pages[i] < index.num_pages &&
@@ -181,7 +185,7 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     wait_for_previous();
 
     const PoolScorer::Queries queries(p.scores, row);
-    int32_t blocks[kOwnBlocks], pages[kOwnBlocks];
+    int32_t blocks[kOwnBlocks<kCluster>], pages[kOwnBlocks<kCluster>];
     load_blocks(p.scores.pool, row, all, rank, blocks);
     const PagedRow paged = paged_row(columns_of(p.select, p.select.page_size, INT32_MAX, row),
                                      nullptr, nullptr, page_shift);
