@@ -1,9 +1,10 @@
-// reindex: scores of the entries of a pool and the best k of them, in one launch; scores stay in
+// reindex: scores of the entries of a pool and the best k of them, in one kernel; scores stay in
 // shared memory.
 //
 //   in   index pages, queries, weights, block table, pool      out  a Selection
 //
-// A cluster of 1 to 16 blocks takes a row, as many as fit while every row has one. Each block
+// A cluster of 1 to 16 blocks takes a row, as many as fit while every row has one; of rows that
+// have a block each, those of the last wave have clusters, in a launch of their own. Each block
 // scores a share of the pool (pool_scores.cuh); then the first block selects from the best of all
 // (pool_top_k.cuh), or where those do not tell, the cluster does (cluster_top_k.cuh).
 //
@@ -161,7 +162,7 @@ __device__ __forceinline__ void prefetch_inputs(const IndexScoresParams& p, int6
 
 template <bool kCluster>
 __global__ void __launch_bounds__(kPoolThreads, 1)
-    reindex_kernel(IndexSelectParams p, int32_t page_shift, int32_t size_log) {
+    reindex_kernel(IndexSelectParams p, int32_t first_row, int32_t page_shift, int32_t size_log) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const int32_t most = blocks_each(p.scores.pool.width, size_log);
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     allow_dependents();
     touch_parameters(p);
     if (!kCluster) size_log = 0;
-    const int64_t row = blockIdx.x >> size_log;
+    const int64_t row = first_row + (blockIdx.x >> size_log);
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
     const PoolShare all{0, size_log};
     if (threadIdx.x == 0) {
@@ -240,6 +241,25 @@ static_assert(sizeof(Shared) +
                   sizeof(SentOrInbox) <=
               227 * 1024);
 
+// Of a row, for so many of them.
+int32_t cluster_size(int32_t rows) {
+    return cluster_size_for<reindex_kernel<true>>(rows, kPoolThreads,
+                                                  shared_bytes_of(kMaxPoolBlocks, 1));
+}
+
+// Rows [first, first + rows), by `size` blocks each.
+cudaError_t launch_rows(const IndexSelectParams& p, int32_t first, int32_t rows, int32_t size,
+                        cudaStream_t stream) {
+    const int32_t page_shift = floor_log2(p.select.page_size), size_log = floor_log2(size);
+    const size_t shared = shared_bytes_of(p.scores.pool.width, size_log);
+    if (size == 1) {
+        return launch(reindex_kernel<false>, blocks_for(rows, 1), kPoolThreads, shared, stream, p,
+                      first, page_shift, size_log);
+    }
+    return launch_clusters(reindex_kernel<true>, rows, size, kPoolThreads, shared, stream, p, first,
+                           page_shift, size_log);
+}
+
 }  // namespace
 
 bool reindex_fits(const IndexSelectParams& p) {
@@ -254,18 +274,18 @@ bool reindex_fits(const IndexSelectParams& p) {
 }
 
 cudaError_t reindex(const IndexSelectParams& p, cudaStream_t stream) {
-    const int32_t page_shift = floor_log2(p.select.page_size);
-    const int64_t rows = p.scores.batch.rows;
-    const int32_t width = p.scores.pool.width;
-    const int32_t size = cluster_size_for<reindex_kernel<true>>(rows, kPoolThreads,
-                                                                shared_bytes_of(kMaxPoolBlocks, 1));
-    const size_t shared = shared_bytes_of(width, floor_log2(size));
-    if (size == 1) {
-        return launch(reindex_kernel<false>, blocks_for(rows, 1), kPoolThreads, shared, stream, p,
-                      page_shift, 0);
+    const int32_t rows = static_cast<int32_t>(p.scores.batch.rows);
+    int device = 0, sms = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) {
+        error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     }
-    return launch_clusters(reindex_kernel<true>, rows, size, kPoolThreads, shared, stream, p,
-                           page_shift, floor_log2(size));
+    if (error != cudaSuccess) return error;
+    const int32_t size = cluster_size(rows), rest = size == 1 ? rows % sms : 0;
+    if (rest == 0 || cluster_size(rest) == 1) return launch_rows(p, 0, rows, size, stream);
+    error = launch_rows(p, 0, rows - rest, size, stream);
+    if (error != cudaSuccess) return error;
+    return launch_rows(p, rows - rest, rest, cluster_size(rest), stream);
 }
 
 }  // namespace flash_csa::sm90
