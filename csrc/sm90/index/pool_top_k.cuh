@@ -130,6 +130,8 @@ class PoolTopK {
 
   private:
     static constexpr int kOwnSent = kSent / kClusterThreads;
+    static constexpr int kDigitBits = 11;
+    static_assert(1 << kDigitBits == kDigitBins);
 
     // Finds the bin of the need-th best. A thread has kOwn neighbouring bins; the highest are those
     // of thread 0. Returns the sum of all. Ends with a barrier.
@@ -316,30 +318,45 @@ class PoolTopK {
         const uint32_t low = __reduce_min_sync(~0u, header.y);
         const uint32_t high = __reduce_max_sync(~0u, header.y);
         if (__any_sync(~0u, header.x > static_cast<uint32_t>(room()))) return false;
-        const auto bin_of = [&](uint32_t key) {
-            return min(key - low >> kFineBits, uint32_t{kDigitBins - 1});
-        };
+        // Bins of keys [from, to], narrower ones where too many share one: bounds near zero, say,
+        // where keys of scores like 2^-9 and 2^3 are far apart.
+        uint32_t from = low, to = UINT32_MAX;
+        int32_t shift = kFineBits, need = k_, inside;
         uint32_t* bins = reinterpret_cast<uint32_t*>(f_.bins);
-#pragma unroll
-        for (const uint4& candidate : own) {
-            if (candidate.x != 0) atomicAdd(&bins[bin_of(candidate.x)], 1u);
-        }
-        __syncthreads();
-        const uint4 four = f_.bins[kClusterThreads - 1 - thread_];
-        const int32_t counts[kUnit] = {static_cast<int32_t>(four.x), static_cast<int32_t>(four.y),
-                                       static_cast<int32_t>(four.z), static_cast<int32_t>(four.w)};
-        const int32_t total = find_bin(counts, k_);
         lowest_ = kAnyPair;
-        total_ = min(total, k_);
-        if (total <= k_) return high <= (total < k_ ? 1 : max(low, 1u));
-        const uint32_t bin = static_cast<uint32_t>(s_.bin);
-        const int32_t need = k_ - s_.above, inside = s_.inside;
-        lowest_ = uint64_t{low + (bin << kFineBits)} << 32;
-        if (inside == need) return lowest_ >> 32 >= high;
+#pragma unroll 1
+        while (true) {
+#pragma unroll
+            for (const uint4& candidate : own) {
+                if (candidate.x == 0 || candidate.x - from > to - from) continue;
+                atomicAdd(&bins[min(candidate.x - from >> shift, uint32_t{kDigitBins - 1})], 1u);
+            }
+            __syncthreads();
+            uint4& four = f_.bins[kClusterThreads - 1 - thread_];
+            const int32_t counts[kUnit] = {
+                static_cast<int32_t>(four.x), static_cast<int32_t>(four.y),
+                static_cast<int32_t>(four.z), static_cast<int32_t>(four.w)};
+            four = {0, 0, 0, 0};
+            const int32_t total = find_bin(counts, need);
+            if (total <= k_ && need == k_) {
+                total_ = total;
+                return high <= (total < k_ ? 1 : max(low, 1u));
+            }
+            const uint32_t bin = static_cast<uint32_t>(s_.bin);
+            need -= s_.above;
+            inside = s_.inside;
+            from += bin << shift;
+            if (bin < kDigitBins - 1) to = from + (1u << shift) - 1;
+            if (inside <= kClusterThreads || inside == need || shift == 0) break;
+            shift = max(32 - __clz(static_cast<int>(to - from)) - kDigitBits, 0);
+        }
+        total_ = k_;
+        lowest_ = uint64_t{from} << 32;
+        if (inside == need && from >= high) return true;
         if (inside > kClusterThreads) return false;
 #pragma unroll
         for (const uint4& candidate : own) {
-            if (candidate.x == 0 || bin_of(candidate.x) != bin) continue;
+            if (candidate.x == 0 || candidate.x - from > to - from) continue;
             f_.tied[atomicAdd(&s_.num_tied, 1)] = pair_of(candidate);
         }
         __syncthreads();
