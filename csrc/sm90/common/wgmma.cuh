@@ -27,7 +27,8 @@ using cute::SM90::GMMA::ScaleOut;
 namespace gmma = cute::SM90::GMMA;
 
 __device__ __forceinline__ uint64_t swizzled_operand(const void* tile, int panel_bytes) {
-    const uint64_t start = static_cast<uint32_t>(__cvta_generic_to_shared(tile)) >> 4;
+    // Above the address within the block, one of a cluster has its rank.
+    const uint64_t start = (static_cast<uint32_t>(__cvta_generic_to_shared(tile)) & 0x3ffff) >> 4;
     constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
     constexpr uint64_t kCore = uint64_t{kCoreRows * kPanelRowBytes >> 4} << 32;
     return start | static_cast<uint64_t>(panel_bytes >> 4) << 16 | kCore | kSwizzle128;
