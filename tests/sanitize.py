@@ -41,6 +41,7 @@ SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
     (SEVENTY | {"heads": 8}, "attend-*"),
     (SEVENTY | {"heads": 16}, "attend-*"),
     (SEVENTY | {"heads": 32}, "attend-*"),
+    (SEVENTY | {"heads": 64}, "attend-*"),
     (SEVENTY | {"heads": 80}, "attend-*"),
 )
 

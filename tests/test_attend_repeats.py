@@ -35,6 +35,38 @@ def test_batch_mates(batch_invariant, device):
     assert same(run(case.rows(order), **options), [x[order] for x in run(case, **options)])
 
 
+@pytest.mark.parametrize("records", ["FP4 and FP8", "MixedFp8"])
+@pytest.mark.parametrize(("rows", "heads"), [(140, 128), (70, 100), (70, 256), (3, 192)])
+def test_blocks_of_heads_alone(rows, heads, records, device):
+    """Blocks of heads that share the conversion of records have the bits that they have alone."""
+    lengths = [(512, 64, 1, 0, 300, 65, 511, 33)[i % 8] for i in range(rows)]
+    windows = [(128, 1, 0, 0, 40, 127, 64)[i % 7] for i in range(rows)]
+    lists = {"lengths": lengths, "window_lengths": windows}
+    if records == "MixedFp8":
+        lists |= {"main": ("MixedFp8", 64), "window": ("MixedFp8", 64)}
+    case = random_case(heads=heads, width=512, **lists)
+    case.selection.slots[torch.rand(case.selection.slots.shape) < 0.1] = -1
+    options = {"dtype": torch.bfloat16, "batch_invariant": True}
+    out, lse = run(case, device, **options)
+    for first in range(0, heads, 64):
+        block = slice(first, first + 64)
+        alone = replace(case, q=case.q[:, block], sink=case.sink[block].clone())
+        assert same(run(alone, device, **options), (out[:, block], lse[:, block]))
+    for _ in range(3):
+        assert same(run(case, device, **options), (out, lse))
+
+
+@pytest.mark.parametrize("lengths", [(0,), (1,), (0, 0, 65, 1, 1)])
+def test_short_rows_of_many_heads(lengths, device):
+    """Two blocks of heads go through rows of one tile or none together."""
+    cycle = [lengths[i % len(lengths)] for i in range(540)]
+    case = random_case(heads=128, lengths=cycle, window=None, width=80)
+    results = run(case, device, dtype=torch.bfloat16)
+    alone = replace(case, q=case.q[:, 64:], sink=case.sink[64:].clone())
+    assert same(run(alone, device, dtype=torch.bfloat16), [x[:, 64:] for x in results])
+    assert same(run(case, device, dtype=torch.bfloat16), results)
+
+
 def test_threads_do_not_matter():
     """Heads of one row may be cut between threads, rows between heads."""
     before = torch.get_num_threads()

@@ -8,13 +8,17 @@
 //   convert   records -> BF16 tile in shared memory (many_heads_convert.cuh)
 //   copy      finds the records, starts their copies, brings queries (many_heads_copy.cuh)
 //
+// Blocks of heads that are even in number go in pairs: a cluster of two CTAs takes the same pieces
+// of two blocks. Each finds, copies and converts half of the records of a tile, and copies the BF16
+// rows into the peer's tile.
+//
 //   tile t   copy     |t + 2                                   |
 //            convert  |t + 1                       |t + 2      |
 //            scores   |softmax(t)|p.v(t)           |q.k(t + 1) |softmax(t + 1) ...
 //            values              |p.v(t)           |
 //
 // Floor of a tile: 2 * 64 * 64 * 512 * 2 FLOP = 2048 cycles of the tensor cores. Bytes: 64 records,
-// read once per block of heads.
+// read once per block of heads, or pair of blocks.
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -22,6 +26,8 @@
 #include "sm90/attend/many_heads_copy.cuh"
 #include "sm90/attend/many_heads_output.cuh"
 #include "sm90/attend/variants.h"
+#include "sm90/common/cluster.h"
+#include "sm90/common/cluster_sync.cuh"
 #include "sm90/common/dependents.cuh"
 #include "sm90/common/exp2.cuh"
 #include "sm90/common/launch.h"
@@ -33,9 +39,11 @@ namespace many_heads {
 using cutlass::arch::NamedBarrier;
 
 // 64 K registers: 128 a thread at entry. Scores hold 128 + 32 accumulators and 16 probabilities.
-constexpr int kScoreRegisters = 208, kValueRegisters = 168;
-constexpr int kConvertRegisters = 80, kCopyRegisters = 136 - kConvertRegisters;
-static_assert(kScoreRegisters + kValueRegisters + kConvertRegisters + kCopyRegisters == 512);
+template <bool kPair>
+struct Registers {
+    static constexpr int kScores = 208, kCopy = 56, kConvert = 80;
+    static constexpr int kValues = 512 - kScores - kCopy - kConvert;
+};
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
@@ -241,9 +249,10 @@ __device__ __forceinline__ void share_weights(Shared& shared, const RowPair& row
 
 // The softmax of a tile whose products are there, and the own half of p . v: the second half of the
 // probabilities is computed under the products with the first.
+template <bool kPair>
 __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, float scale,
                                       ScoreState& state) {
-    const uint64_t present = *reinterpret_cast<const uint64_t*>(shared.present[ring.stage]);
+    const uint64_t present = present_records<kPair>(shared, ring.stage);
     const uint64_t kv =
         uniform(advance(mn_major(shared.kv[0], kTilePanelBytes), ring.stage * kTileBytes));
     const auto operand = [&](int k) -> const FragmentA& { return state.a[k]; };
@@ -263,17 +272,18 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, float sc
 // The tiles of a piece but the last, which has its products then, as the first one has them
 // before. A tile is given back before the products of the next one are issued, which the
 // conversion of the one after that is under.
+template <bool kPair>
 __device__ __forceinline__ void score_tiles(Shared& shared, int count, const RowPair& rows,
                                             uint64_t q, float scale, Ring& ring,
                                             ScoreState& state) {
     for (int tile = 1; tile < count; ++tile) {
         Ring next = ring;
         next.advance();
-        weigh(shared, ring, scale, state);
+        weigh<kPair>(shared, ring, scale, state);
         share_weights(shared, rows, state);
         cute::warpgroup_wait<0>();
         fence_registers(state.o.part);
-        shared.tile_empty[ring.stage].arrive();
+        give_tile_back<kPair, 0>(shared, ring.stage);
         start_scores(shared, next, q, state);
         cute::warpgroup_wait<0>();
         fence_registers(state.s);
@@ -282,9 +292,10 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, const Row
     shared.query_empty.arrive();
 }
 
+template <bool kPair>
 __device__ __forceinline__ void score_last_tile(Shared& shared, const RowPair& rows, float scale,
                                                 const Ring& ring, ScoreState& state) {
-    weigh(shared, ring, scale, state);
+    weigh<kPair>(shared, ring, scale, state);
     share_weights(shared, rows, state);
     cute::warpgroup_wait<0>();
     fence_registers(state.o.part);
@@ -314,6 +325,7 @@ __device__ __forceinline__ bool next_is_there(Shared& shared, PieceTurn turn, co
     return true;
 }
 
+template <bool kPair>
 __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& plan,
                                        const Cuts& cuts, Shared& shared) {
     const RowPair rows;
@@ -337,12 +349,12 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
                 cute::warpgroup_wait<0>();
                 fence_registers(state.s);
             }
-            score_tiles(shared, count, rows, q, scale, ring, state);
+            score_tiles<kPair>(shared, count, rows, q, scale, ring, state);
         } else {
             shared.query_empty.arrive();
         }
         Sums sums(p, cuts, piece, rows);
-        if (count > 0) score_last_tile(shared, rows, scale, ring, state);
+        if (count > 0) score_last_tile<kPair>(shared, rows, scale, ring, state);
         // The values are done with the piece before, however short both are: two ahead, the parity
         // that they wait for would be the old one again.
         if (turn.number > 0) {
@@ -371,11 +383,12 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         } else {
             store_all();
         }
-        if (count > 0) shared.tile_empty[last.stage].arrive();
+        if (count > 0) give_output_back<kPair, 0>(shared, last.stage);
         shared.piece_empty[turn.at()].arrive();
     }
 }
 
+template <bool kPair>
 __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& plan,
                                        const Cuts& cuts, Shared& shared) {
     const RowPair rows;
@@ -410,7 +423,7 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
             cute::warpgroup_wait<0>();
             fence_registers(o.part);
             shared.weights_empty.arrive();
-            if (tile + 1 < count) shared.tile_empty[ring.stage].arrive();
+            if (tile + 1 < count) give_tile_back<kPair, 1>(shared, ring.stage);
         }
         shared.factor_full.wait(turn.number & 1);
         sync_warpgroup(1);
@@ -419,13 +432,14 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
                                       count > 0 ? shared.kv[ring.stage] : nullptr, o);
         store<kHalf / kGroupDims>(p, piece, finished, shared.kv[ring.stage]);
         if (count > 0) {
-            shared.tile_empty[ring.stage].arrive();
+            give_output_back<kPair, 1>(shared, ring.stage);
             ring.advance();
         }
         shared.piece_empty[turn.at()].arrive();
     }
 }
 
+template <bool kPair>
 __global__ void __launch_bounds__(kThreads, 1)
     many_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
     extern __shared__ __align__(1024) uint8_t bytes[];  // the swizzle counts from multiples of 1024
@@ -441,20 +455,24 @@ __global__ void __launch_bounds__(kThreads, 1)
         init_barriers(shared);
         cutlass::arch::fence_barrier_init();
     }
-    __syncthreads();
-    const Cuts cuts(p, plan.splits);
-    if (role == 0) {
-        cutlass::arch::warpgroup_reg_alloc<kScoreRegisters>();
-        scores(p, plan.splits, cuts, shared);
-    } else if (role == 1) {
-        cutlass::arch::warpgroup_reg_alloc<kValueRegisters>();
-        values(p, plan.splits, cuts, shared);
-    } else if (role == 2) {
-        cutlass::arch::warpgroup_reg_dealloc<kConvertRegisters>();
-        Converter(p, plan, shared, warp, lane).work();
+    if constexpr (kPair) {
+        cluster_publish();  // the peer's barriers are there, too
     } else {
-        cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
-        Copier(p, plan, cuts, shared, warp, lane).work();
+        __syncthreads();
+    }
+    if (role == 0) {
+        cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kScores>();
+        scores<kPair>(p, plan.splits, Cuts(p, plan.splits), shared);
+    } else if (role == 1) {
+        cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kValues>();
+        values<kPair>(p, plan.splits, Cuts(p, plan.splits), shared);
+    } else if (role == 2) {
+        cutlass::arch::warpgroup_reg_dealloc<Registers<kPair>::kConvert>();
+        Converter<kPair>(p, plan, shared, warp, lane).work();
+    } else {
+        cutlass::arch::warpgroup_reg_dealloc<Registers<kPair>::kCopy>();
+        const Cuts cuts(p, plan.splits);
+        Copier<kPair>(p, plan, cuts, shared, warp, lane).work();
     }
 }
 
@@ -464,10 +482,13 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& splits, in
                               cudaStream_t stream) {
     using namespace many_heads;
     const int64_t items = int64_t{p.rows} * splits.head_blocks * splits.splits;
-    const int64_t blocks = splits.splits > 0 && items < num_sms ? items : num_sms;
+    int64_t blocks = splits.splits > 0 && items < num_sms ? items : num_sms;
     const Plan plan{splits, Places(p.window.pages), Places(p.main.pages)};
-    return launch(many_heads_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, sizeof(Shared),
-                  stream, p, plan);
+    if (splits.head_blocks % 2 == 0 && num_sms > 1)
+        return launch_clusters_after(many_heads_kernel<true>, blocks / 2, 2, kThreads,
+                                     sizeof(Shared), stream, p, plan);
+    return launch(many_heads_kernel<false>, dim3(static_cast<unsigned>(blocks)), kThreads,
+                  sizeof(Shared), stream, p, plan);
 }
 
 }  // namespace flash_csa::sm90

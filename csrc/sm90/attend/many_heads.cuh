@@ -3,7 +3,8 @@
 //   slot_full    a slot's records are there             copying warp, bytes  -> converting warp
 //   slot_empty   it was read                            converting warp      -> copying warp
 //   tile_full    a BF16 tile is there                   converting warps     -> both consumers
-//   tile_empty   it was multiplied                      both consumers       -> converting warps
+//   tile_empty   a half of its dims was multiplied      its consumer         -> converting warps
+//   peer_empty   that of the peer's tile was            the peer's consumer  -> converting warps
 //   piece_full   what the next piece is                 copying warp 0       -> both consumers
 //   piece_empty  it is done with                        both consumers       -> copying warp 0,
 //                                                                             and scores
@@ -20,6 +21,7 @@
 
 #include "sm90/attend/many_heads_records.cuh"
 #include "sm90/attend/pieces.cuh"
+#include "sm90/common/remote_store.cuh"
 
 namespace flash_csa::sm90::many_heads {
 
@@ -30,14 +32,17 @@ inline constexpr int kWarpgroup = 128;
 inline constexpr int kWarps = kWarpgroup / 32;
 inline constexpr int kConsumers = 2 * kWarpgroup;
 inline constexpr int kThreads = kConsumers + 2 * kWarpgroup;
+inline constexpr int kHalves = 2;  // of the dims: a consumer each
 inline constexpr int kStages = 2;  // BF16 tiles: a third does not fit beside q
 inline constexpr int kTileBytes = kAttendTile * kHeadDim * 2;
 inline constexpr int kPanels = kHeadDim / kPanelColumns;
-inline constexpr int kWarpRecords = kAttendTile / kWarps;  // of a tile
-inline constexpr int kWarpSlots = 2;                       // a third each does not fit
+template <bool kPair>
+inline constexpr int kWarpRecords = kAttendTile / kWarps / (kPair ? 2 : 1);  // of a tile
+inline constexpr int kWarpSlots = 2;  // a third each does not fit
 inline constexpr int kSlots = kWarps * kWarpSlots;
 inline constexpr int kPieces = 4;  // that are known at a time: a power of 2
-static_assert(kAttendTile == 64 && kHeadBlock == 64 && kWarpRecords % kMostRecords == 0);
+static_assert(kAttendTile == 64 && kHeadBlock == 64);
+static_assert(kWarpRecords<false> % kMostRecords == 0 && kWarpRecords<true> % kMostRecords == 0);
 
 // What a slot holds: a bit per record, and of which list.
 enum : uint32_t { kOfWindow = 1u << 8, kNoMore = 1u << 9 };
@@ -47,15 +52,17 @@ struct Shared {
     uint8_t kv[kStages][kTileBytes];
     uint8_t p[kTilePanelBytes];  // probabilities [64 heads, 64 records]
     alignas(16) uint8_t slots[kSlots][kSlotBytes];
-    float keep[kHeadBlock];                        // weight of the earlier tiles
-    float factor[2][kHeadBlock];                   // of the finished output, pieces in turns
-    alignas(8) uint16_t present[kStages][kWarps];  // a bit per record
+    float keep[kHeadBlock];       // weight of the earlier tiles
+    float factor[2][kHeadBlock];  // of the finished output, pieces in turns
+    // A bit per record: of each half of a tile, the conjunction of what the converting warps say.
+    alignas(16) uint32_t present[kStages][2][kWarps];
     uint32_t holds[kSlots];
     bool next_is_there;     // says a thread of the scores to the others
     Piece pieces[kPieces];  // in turns; row -1: no more
     CopyBarrier slot_full[kSlots];
     Barrier slot_empty[kSlots];
-    Barrier tile_full[kStages], tile_empty[kStages];
+    CopyBarrier tile_full[kStages];
+    Barrier tile_empty[kStages][kHalves], peer_empty[kStages][kHalves];
     Barrier piece_full[kPieces], piece_empty[kPieces];
     Barrier query_full, query_empty;
     Barrier weights_full, weights_empty;
@@ -70,7 +77,10 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     }
     for (int i = 0; i < kStages; ++i) {
         shared.tile_full[i].init(kWarpgroup);
-        shared.tile_empty[i].init(kConsumers);
+        for (int half = 0; half < kHalves; ++half) {
+            shared.tile_empty[i][half].init(kWarpgroup);
+            shared.peer_empty[i][half].init(kWarps);
+        }
     }
     for (int i = 0; i < kPieces; ++i) {
         shared.piece_full[i].init(32);
@@ -81,6 +91,64 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     shared.weights_full.init(kWarpgroup);
     shared.weights_empty.init(kWarpgroup);
     shared.factor_full.init(kWarpgroup);
+}
+
+// A pair: the CTAs of a cluster, which have neighbouring blocks of heads of the same rows. Each
+// converts half of the records of a tile and copies them into the peer's tile, too.
+//
+// What it sends is counted by the peer's tile_full: of each warp its records, and who is present.
+inline constexpr int kSentBytes = kWarpRecords<true> * kHeadDim * 2 + int{sizeof(uint32_t)};
+
+struct Peer {
+    uint32_t rank, offset;  // of this CTA; from its shared memory to that of the peer
+
+    __device__ __forceinline__ explicit Peer(const Shared& shared) : rank(blockIdx.x % 2) {
+        const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(&shared));
+        offset = peer_address(&shared, rank ^ 1) - own;
+    }
+    template <class T>
+    __device__ __forceinline__ uint32_t at(const T& own) const {
+        return static_cast<uint32_t>(__cvta_generic_to_shared(&own)) + offset;
+    }
+};
+
+// The first of a warp's records.
+template <bool kPair>
+__device__ __forceinline__ int first_record(int warp) {
+    const int first = kWarpRecords<kPair> * warp;
+    return kPair ? first + static_cast<int>(blockIdx.x % 2) * (kAttendTile / 2) : first;
+}
+
+// Records of a tile that are there.
+template <bool kPair>
+__device__ __forceinline__ uint64_t present_records(const Shared& shared, int stage) {
+    const auto half = [&](int h) {
+        const uint32_t* said = shared.present[stage][h];
+        const uint2 x = *reinterpret_cast<const uint2*>(said);
+        if constexpr (!kPair) return x.x & x.y;
+        const uint2 y = *reinterpret_cast<const uint2*>(said + 2);
+        return x.x & x.y & y.x & y.y;
+    };
+    return uint64_t{half(1)} << 32 | half(0);
+}
+
+// A consumer gives its half of a tile back. The peer is told by a lane of each warp.
+template <bool kPair, int kHalf>
+__device__ __forceinline__ void give_tile_back(Shared& shared, int stage) {
+    Barrier& empty = shared.tile_empty[stage][kHalf];
+    empty.arrive();
+    if constexpr (kPair) {
+        const uint32_t there = Peer(shared).at(shared.peer_empty[stage][kHalf]);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive_remote(there);
+    }
+}
+
+// The same after an output was put down there, which copies of the peer may not overtake.
+template <bool kPair, int kHalf>
+__device__ __forceinline__ void give_output_back(Shared& shared, int stage) {
+    if constexpr (kPair) cutlass::arch::fence_view_async_shared();
+    give_tile_back<kPair, kHalf>(shared, stage);
 }
 
 // Stages in turns; the parity of an mbarrier changes with every round.

@@ -1,17 +1,22 @@
 // Part of many_heads.cu: the warps that turn records into BF16 tiles, at value * 2^-8, in paired
 // order (dequant.cuh).
 //
-// A warp has 16 rows of every tile. It waits for barriers only, and looks nothing up: what a slot
-// holds is said beside it. A slot is given back as soon as it is in registers: behind a fence, as a
-// copy into it does not wait for reads that are under way.
+// A warp has 16 rows of every tile, of a pair 8. It waits for barriers only, and looks nothing up:
+// what a slot holds is said beside it. A slot is given back as soon as it is in registers: behind a
+// fence, as a copy into it does not wait for reads that are under way.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "sm90/attend/many_heads.cuh"
+#include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90::many_heads {
 
 // One warp's state.
+template <bool kPair>
 struct Converter {
+    static constexpr int kRecords = kWarpRecords<kPair>;
     const AttendParams& p;
     const Plan& plan;
     Shared& shared;
@@ -29,32 +34,123 @@ struct Converter {
             const uint32_t holds = shared.holds[slot.at];
             if (holds & kNoMore) break;
             const RecordId id = holds & kOfWindow ? plan.window.id : plan.main.id;
-            with_passes(id, [&](auto passes) { convert<decltype(passes)>(); });
+            with_passes(id, [&](auto passes) {
+                if constexpr (kPair)
+                    convert_for_both<decltype(passes)>();
+                else
+                    convert<decltype(passes)>();
+            });
         }
+        // The peer tells of every tile that it gives back: it may not tell one that has left.
+        if constexpr (kPair) {
+#pragma unroll
+            for (int i = 0; i < kStages; ++i, ring.advance()) {
+                wait_for_place<0>();
+                wait_for_place<1>();
+            }
+        }
+    }
+
+    // Takes a slot's records into registers. Returns which are present.
+    template <class Passes>
+    __device__ __forceinline__ uint32_t take(LaneCodes& codes, int lane) {
+        constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
+        const uint32_t mine = shared.holds[slot.at] & kAll;
+        Passes::read(shared.slots[slot.at], lane, codes);
+        if (mine != kAll && (mine >> Passes::record_of(lane) & 1) == 0) clear(codes);
+        cutlass::arch::fence_view_async_shared();
+        shared.slot_empty[slot.at].arrive();
+        slot.next();
+        return mine;
+    }
+
+    // Half of the dims of the next tile may be written, here and there.
+    template <int kHalf>
+    __device__ __forceinline__ void wait_for_place() {
+        shared.tile_empty[ring.stage][kHalf].wait(ring.parity ^ 1);
+        if constexpr (kPair) shared.peer_empty[ring.stage][kHalf].wait(ring.parity ^ 1);
+    }
+
+    // Says which of the warp's records are present; the word of a half of the tile.
+    __device__ __forceinline__ uint32_t present_word(uint32_t present) const {
+        constexpr uint32_t kMine = (1u << kRecords) - 1;
+        const int shift = first_record<kPair>(warp) % 32;
+        return ~(kMine << shift) | present << shift;
     }
 
     template <class Passes>
     __device__ __forceinline__ void convert() {
-        constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
         uint32_t present = 0;
 #pragma unroll 1
-        for (int first = 0; first < kWarpRecords; first += Passes::kRecords) {
+        for (int first = 0; first < kRecords; first += Passes::kRecords) {
             if (first > 0) shared.slot_full[slot.at].wait(slot.parity);
-            const uint32_t mine = shared.holds[slot.at] & kAll;
             LaneCodes codes;
-            Passes::read(shared.slots[slot.at], lane, codes);
-            if (mine != kAll && (mine >> Passes::record_of(lane) & 1) == 0) clear(codes);
-            cutlass::arch::fence_view_async_shared();
-            shared.slot_empty[slot.at].arrive();
-            slot.next();
-            if (first == 0) shared.tile_empty[ring.stage].wait(ring.parity ^ 1);
-            present |= mine << first;
-            const int row = kWarpRecords * warp + first + Passes::record_of(lane);
-            Passes::write(codes, lane, TileRow{shared.kv[ring.stage], row});
+            present |= take<Passes>(codes, lane) << first;
+            if (first == 0) {
+                wait_for_place<0>();
+                wait_for_place<1>();
+            }
+            const int row = kRecords * warp + first + Passes::record_of(lane);
+            Passes::template write<0, Passes::kChunks>(codes, lane,
+                                                       TileRow{shared.kv[ring.stage], row});
         }
-        if (lane == 0) shared.present[ring.stage][warp] = static_cast<uint16_t>(present);
+        if (lane == 0) shared.present[ring.stage][warp / 2][warp % 2] = present_word(present);
         cutlass::arch::fence_view_async_shared();
         shared.tile_full[ring.stage].arrive();
+    }
+
+    // All of the warp's records are in registers before the first half of the place is free.
+    template <class Passes>
+    __device__ __forceinline__ void convert_for_both() {
+        constexpr int kCount = kRecords / Passes::kRecords;
+        const int lane = fresh(this->lane);
+        LaneCodes codes[kCount];
+        uint32_t present = 0;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            if (i > 0) shared.slot_full[slot.at].wait(slot.parity);
+            present |= take<Passes>(codes[i], lane) << (i * Passes::kRecords);
+        }
+        const Peer peer(shared);
+        CopyBarrier& full = shared.tile_full[ring.stage];
+        const auto row = [&](int i) {
+            return TileRow{shared.kv[ring.stage], first_record<true>(warp) + i * Passes::kRecords +
+                                                      Passes::record_of(lane)};
+        };
+        wait_for_place<0>();
+        if (lane == 0) {
+            uint32_t& said = shared.present[ring.stage][peer.rank][warp];
+            said = present_word(present);
+            store_remote(peer.at(said), said, peer.at(full));
+            full.expect_transaction(kSentBytes);  // of the same warp there
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) Passes::template write<0, kLower>(codes[i], lane, row(i));
+        send<0>(peer, full);
+        wait_for_place<1>();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            Passes::template write<kLower, Passes::kChunks>(codes[i], lane, row(i));
+        send<1>(peer, full);
+        full.arrive();
+    }
+
+    // Copies half of the dims of the warp's records to the peer: 8 rows of a panel lie together.
+    template <int kHalf>
+    __device__ __forceinline__ void send(const Peer& peer, const CopyBarrier& full) const {
+        constexpr int kEach = kPanels / kHalves;
+        const uint8_t* from = shared.kv[ring.stage] + kHalf * kEach * kTilePanelBytes +
+                              first_record<true>(warp) * kPanelRowBytes;
+        const uint32_t to = peer.at(*from), there = peer.at(full);
+        cutlass::arch::fence_view_async_shared();
+        __syncwarp();
+        if (cute::elect_one_sync()) {
+#pragma unroll
+            for (int i = 0; i < kEach; ++i)
+                copy_remote(to + i * kTilePanelBytes, from + i * kTilePanelBytes,
+                            kRecords * kPanelRowBytes, there);
+        }
+        __syncwarp();
     }
 
     // An absent record: zero codes under zero scales.

@@ -1,9 +1,10 @@
 // Part of many_heads.cu: the warps that find and copy records.
 //
-// A warp has 16 records of every tile and lane i, as lane i + 16, knows where the i-th lies. The
-// slots of a tile are read while the one before it is copied. A record is one bulk copy, or four
-// are where they follow each other in memory, as those of windows do: all are started by one lane,
-// from addresses that it gets from the others beforehand, so that copies are not a loop over lanes.
+// A warp has 16 records of every tile, of a pair 8, and lane i, as lane i + 16, knows where the
+// i-th lies. The slots of a tile are read while the one before it is copied. A record is one bulk
+// copy, or four are where they follow each other in memory, as those of windows do: all are started
+// by one lane, from addresses that it gets from the others beforehand, so that copies are not a
+// loop over lanes.
 //
 // The queries of a piece go into their place as soon as those before are multiplied. Lists and
 // queries are in the L2 by then.
@@ -84,7 +85,9 @@ __device__ __forceinline__ void finish_queries(const AttendParams& p, int thread
 }
 
 // One warp's state.
+template <bool kPair>
 struct Copier {
+    static constexpr int kRecords = kWarpRecords<kPair>;
     const AttendParams& p;
     const Plan& plan;
     Shared& shared;
@@ -111,12 +114,16 @@ struct Copier {
             publish();
             const bool brings = turn.number > 1 || !FirstRow(plan.splits).known;
             if (brings && piece.first == piece.end) start_query();
+            // A pair's second tile is on its way before queries are waited for: half of a tile
+            // leaves no slot for the time until they are there.
+            const int32_t queries = kPair ? min(piece.first + 1, piece.end - 1) : piece.first;
             for (int32_t tile = piece.first; tile < piece.end; ++tile) {
-                copy_tile(piece.is_window(tile), here, brings && tile == piece.first);
-                if (tile == piece.first) {
-                    if (brings) finish_query();
-                    prefetch_next();
+                copy_tile(piece.is_window(tile), here, !kPair && brings && tile == piece.first);
+                if (brings && tile == queries) {
+                    if (kPair) start_query();
+                    finish_query();
                 }
+                if (tile == queries) prefetch_next();
                 here = locate(tile + 1, listed);
                 listed = read(tile + 2);
             }
@@ -153,7 +160,7 @@ struct Copier {
     }
     __device__ __forceinline__ int32_t entry(int32_t tile) const {
         return (piece.is_window(tile) ? tile : tile - piece.window_tiles) * kAttendTile +
-               fresh(kWarpRecords * warp + lane % kWarpRecords);
+               fresh(first_record<kPair>(warp) + lane % kRecords);
     }
 
     // What the list says of the lane's record: its slot, or its page if the list is contiguous.
@@ -224,7 +231,7 @@ struct Copier {
         const uint32_t follows = joined(from, kEach);
         const uint32_t list = window ? kOfWindow : 0;
 #pragma unroll 1
-        for (int first = 0; first < kWarpRecords; first += Passes::kRecords, slot.next()) {
+        for (int first = 0; first < kRecords; first += Passes::kRecords, slot.next()) {
             const uint32_t mine = present >> first & kAll;
             uint8_t* to = shared.slots[slot.at];
             CopyBarrier& full = shared.slot_full[slot.at];

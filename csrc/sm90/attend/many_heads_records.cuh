@@ -44,6 +44,10 @@ __device__ __forceinline__ void write_e4m3(uint4 codes, uint32_t factor, int pan
     to.put(panel, 2 * quarter + 1, e4m3_paired(codes.z, codes.w, factor));
 }
 
+// Its chunks kFirst .. kEnd are written by write<kFirst, kEnd>; kLower of them are of the lower
+// half of the dims.
+inline constexpr int kLower = 2;
+
 template <RecordId kId>
 struct PassesOf;
 
@@ -70,10 +74,11 @@ struct PassesOf<RecordId::MainFp4> {
             to.scales[j] = *reinterpret_cast<const uint16_t*>(at + kRecord.data_bytes + 2 * chunk);
         }
     }
+    template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
         const int quarter = lane / 8;
 #pragma unroll
-        for (int j = 0; j < kChunks; ++j) {
+        for (int j = kFirst; j < kEnd; ++j) {
             const uint2 factor = e4m3_factors(raw.scales[j]);
             const int panel = 2 * j + quarter / 2, first = quarter % 2 * 4;
             to.put(panel, first, e2m1_paired(raw.codes[j].x, factor.x));
@@ -109,9 +114,10 @@ struct PassesOf<RecordId::WindowFp8> {
             to.scales[j] = at[kRecord.data_bytes + 2 * panel + quarter / 2];
         }
     }
+    template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
 #pragma unroll
-        for (int j = 0; j < kChunks; ++j)
+        for (int j = kFirst; j < kEnd; ++j)
             write_e4m3(raw.codes[j], ue8m0_factor(raw.scales[j]), fp8_panel(lane, j),
                        fp8_quarter(lane), to);
     }
@@ -143,10 +149,11 @@ struct PassesOf<RecordId::MixedFp8> {
             if (j < 4) to.scales[j] = from[scales_place(lane % 4) + panel];
         }
     }
+    template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
         const int quarter = fp8_quarter(lane);
 #pragma unroll
-        for (int j = 0; j < kChunks; ++j) {
+        for (int j = kFirst; j < kEnd; ++j) {
             const int panel = fp8_panel(lane, j);
             if (j < 4 && panel < kCoded) {
                 write_e4m3(raw.codes[j], ue8m0_factor(raw.scales[j]), panel, quarter, to);

@@ -33,22 +33,22 @@ class Cuts {
         if (plan.splits > 0) return;
         const auto* header = reinterpret_cast<const ScheduleHeader*>(section_.words);
         total_ = header->partials;
-        run_ = header->tiles_per_worker;
         num_sms_ = header->num_sms;
         workers_ = header->workers < num_sms_ ? header->workers : num_sms_;
         slots_ = total_ * plan.head_blocks;
         const int64_t each = int64_t{plan.block_heads} * (kHeadDim + 1) * sizeof(float);
-        scheduled_ = header->may_cut != 0 && slots_ * each <= p.workspace.bytes - kSyncBytes;
+        if (header->may_cut != 0 && slots_ * each <= p.workspace.bytes - kSyncBytes)
+            run_ = header->tiles_per_worker;
     }
     // The schedule's ranges are followed. If not, and there are no splits, rows stay whole.
-    __device__ bool scheduled() const { return scheduled_; }
+    __device__ bool scheduled() const { return run_ > 0; }
     __device__ int32_t workers() const { return workers_; }
     __device__ const int32_t* range(int32_t worker) const { return section_.range(worker); }
 
     // Partial results of a row: none if it is whole.
     __device__ int32_t count(int32_t row) const {
         if (plan_.splits > 1) return plan_.splits;
-        if (!scheduled_) return 0;
+        if (!scheduled()) return 0;
         const int32_t* partials = section_.partials(num_sms_);
         return partials[row + 1] - partials[row];
     }
@@ -74,8 +74,8 @@ class Cuts {
     Section<const int32_t> section_;
     const SplitPlan& plan_;
     uint8_t* scratch_;
-    int32_t slots_, total_ = 0, run_ = 1, num_sms_ = 0, workers_ = 0;
-    bool scheduled_ = false;
+    int32_t slots_, total_ = 0, num_sms_ = 0, workers_ = 0;
+    int32_t run_ = 0;  // tiles of a range; 0: none is followed
 };
 
 // A record as a list names it: what is read stays untouched, so that nothing waits for it.
