@@ -448,6 +448,24 @@ def test_fused_pair(ratio: int, cpu_level: str) -> None:
     assert_same_list(inside, case.select(case.scores(pool), 64, pool=pool)[0])
 
 
+@pytest.mark.parametrize("width", [2048, 60])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("entries, rows", [(600_000, 1), (150_001, 2), (30_000, 9), (9000, 140)])
+def test_pool_beside_entries(entries: int, rows: int, tied: bool, width: int, device) -> None:
+    """Both selections of a call, by clusters of all sizes and by blocks alone: those of the CPU.
+
+    tied: a third of the pages are one page, so that its scores come thousands of times."""
+    case = index_case([entries - 1] * rows, [1] * rows, heads=8, device=device)
+    case.table[:, 5::7] = -1
+    if tied:
+        case.table[:, ::3] = case.table[0, 0].item()
+    got, pool = case.index_select(512, pool_blocks=width)
+    on_cpu = replace(case, device=torch.device("cpu"))
+    want, want_pool = on_cpu.select(on_cpu.scores(), 512, pool_blocks=width)
+    assert_same_list(got, want)
+    assert_same_list(pool, want_pool)
+
+
 def test_workspace(device) -> None:
     """It has to hold one row of scores, and to start where wide loads may."""
     case = index_case([2500], [1], device=device)

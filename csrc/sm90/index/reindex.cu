@@ -36,9 +36,10 @@ struct Shared {
 };
 
 // What is sent to the first block, and to all where that does not tell.
+constexpr int32_t kInboxPairs = 4096;
 union SentOrInbox {
     SentShared sent;
-    Inbox inbox;
+    InboxOf<kInboxPairs> inbox;
 };
 
 // Ids are columns of the pool; scores of this block's part are in shared memory.
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
                             sSent.sent);
     if (best.run(sScores, sPlaces, shared.ring.bins, p.select.out, row)) return;
     __syncthreads();
-    Exchange<kCluster> exchange(&sSent.inbox, size_log);
+    Exchange<kCluster> exchange(&sSent.inbox.inbox, kInboxPairs, size_log);
     clear_candidates(shared.top_k);
     exchange.close();
     __syncthreads();

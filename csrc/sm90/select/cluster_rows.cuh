@@ -24,21 +24,25 @@ __device__ int32_t cluster_threads() {
     return static_cast<int32_t>(cooperative_groups::this_cluster().num_blocks()) * kClusterThreads;
 }
 
+__device__ __forceinline__ void put_entry(const SelectionOut& out, int64_t row, int32_t i,
+                                          int32_t position, int32_t slot, uint32_t key) {
+    out.positions.row(row)[i] = position;
+    out.slots.row(row)[i] = slot;
+    if (out.scores) out.scores.row(row)[i] = score_of_key(key);
+}
+
 // The row's Selection. Source has position(id) and the row that knows slots; run(sink) finds it.
 template <bool kCluster, class Source, class Run>
 __device__ void write_entries(const SelectionOut& out, int64_t row, int32_t k, const Source& source,
                               const Run& run) {
-    const auto put = [&](int32_t i, int32_t position, int32_t slot, uint32_t key) {
-        out.positions.row(row)[i] = position;
-        out.slots.row(row)[i] = slot;
-        if (out.scores) out.scores.row(row)[i] = score_of_key(key);
-    };
     const int32_t length = run([&](int32_t i, int32_t id, uint32_t key) {
         const int32_t position = source.position(id);
-        put(i, position, source.row.slot(position), key);
+        put_entry(out, row, i, position, source.row.slot(position), key);
     });
     const int32_t thread = cluster_thread<kCluster>();
-    for (int32_t i = length + thread; i < k; i += cluster_threads<kCluster>()) put(i, -1, -1, 0);
+    for (int32_t i = length + thread; i < k; i += cluster_threads<kCluster>()) {
+        put_entry(out, row, i, -1, -1, 0);
+    }
     if (thread == 0) out.lengths[row] = length;
 }
 

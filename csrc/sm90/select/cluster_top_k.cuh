@@ -27,6 +27,7 @@
 // filtered: entries of other blocks than the k best by their maxima are not among the k best.
 //     source.load(block)   maxima of four blocks
 //     source.entries(id)   scores of four ids; NaN beyond the end
+//     source.expands()     false: blocks are the results, each its first id. forced() is a block
 #pragma once
 
 #include <cstdint>
@@ -285,9 +286,14 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     __device__ int32_t id_at(int32_t i) const { return share_.id(s_.places[i], rank_); }
 
     // Puts the entries of blocks in their stead: of the k best, where there are more than are
-    // listed.
+    // listed. Or their first ids.
     __device__ void expand() {
         __syncthreads();
+        if (!source_.expands()) {
+            const int32_t count = s_.kept;
+            for (int32_t i = thread_; i < count; i += kClusterThreads) s_.places[i] *= kPoolBlock;
+            return;
+        }
         if (s_.kept > kMaxClusterTopK) refine(true);
         const int32_t count = s_.kept;
         for (int32_t i = thread_; i < count; i += kClusterThreads) s_.blocks[i] = s_.places[i];

@@ -15,13 +15,18 @@ namespace flash_csa::sm90 {
 
 inline constexpr int kExchangeLog = 9, kExchangeThreads = 1 << kExchangeLog;  // of a block
 inline constexpr int kMostPeers = 16;
-inline constexpr int kInboxPairs = 4096;  // an equal part for each block
 
-// What the blocks of the cluster have sent to this one.
+// What the blocks of the cluster have sent to this one; the candidates lie behind it.
 struct alignas(16) Inbox {
-    uint2 pairs[kInboxPairs];  // (key, place)
-    uint4 heads[kMostPeers];   // of each: candidates, lowest key
+    uint4 heads[kMostPeers];  // of each: candidates, lowest key
     cutlass::arch::ClusterTransactionBarrier full;
+
+    __device__ __forceinline__ uint2* pairs() { return reinterpret_cast<uint2*>(this + 1); }
+};
+template <int kPairs>
+struct InboxOf {
+    Inbox inbox;
+    alignas(16) uint2 pairs[kPairs];  // (key, place); an equal part for each block
 };
 
 // A barrier of the cluster is open from the start, and between two exchanges: each block has
@@ -29,9 +34,10 @@ struct alignas(16) Inbox {
 template <bool kCluster>
 class Exchange {
   public:
-    // All threads of a block call. inbox: null where it is alone.
-    __device__ Exchange(Inbox* inbox, int32_t size_log)
+    // All threads of a block call. inbox: null where it is alone; pairs: that it takes.
+    __device__ Exchange(Inbox* inbox, int32_t pairs, int32_t size_log)
         : inbox_(inbox),
+          capacity_(static_cast<uint32_t>(pairs) >> size_log),
           size_log_(size_log),
           shift_(kExchangeLog - size_log),
           peer_(static_cast<int32_t>(threadIdx.x) >> shift_),
@@ -57,13 +63,13 @@ class Exchange {
         count_ = static_cast<int32_t>(inbox_->heads[peer_].x);
         low = __reduce_min_sync(~0u, head.x > 0 ? head.y : ~0u);
         high = __reduce_max_sync(~0u, head.y);
-        return __reduce_max_sync(~0u, head.x) <= capacity();
+        return __reduce_max_sync(~0u, head.x) <= capacity_;
     }
 
     // Calls f(key, place, rank) for this thread's part of all candidates of the cluster.
     template <class F>
     __device__ __forceinline__ void for_each(const F& f) const {
-        const uint2* pairs = inbox_->pairs + peer_ * capacity();
+        const uint2* pairs = inbox_->pairs() + peer_ * capacity_;
 #pragma unroll 1
         for (int32_t i = first_; i < count_; i += 1 << shift_) {
             const uint2 pair = pairs[i];
@@ -83,13 +89,11 @@ class Exchange {
     }
 
   private:
-    __device__ uint32_t capacity() const { return kInboxPairs >> size_log_; }
-
     // A part of the threads for each peer; two pairs a thread at a time.
     __device__ void send(const uint32_t* keys, const uint32_t* places, int32_t count,
                          uint32_t base) const {
         const uint32_t rank = cute::block_rank_in_cluster();
-        const bool fits = static_cast<uint32_t>(count) <= capacity();
+        const bool fits = static_cast<uint32_t>(count) <= capacity_;
         const int32_t fours = fits ? (count + 1) / 2 : 0;
         const uint32_t full = peer_address(&inbox_->full, peer_);
         if (first_ == 0) {
@@ -97,7 +101,7 @@ class Exchange {
             store_remote(peer_address(&inbox_->heads[rank], peer_),
                          {static_cast<uint32_t>(count), base, 0, 0}, full);
         }
-        const uint32_t to = peer_address(&inbox_->pairs[rank * capacity()], peer_);
+        const uint32_t to = peer_address(inbox_->pairs() + rank * capacity_, peer_);
 #pragma unroll 1
         for (int32_t i = first_; i < fours; i += 1 << shift_) {
             const uint2 key = reinterpret_cast<const uint2*>(keys)[i];
@@ -107,6 +111,7 @@ class Exchange {
     }
 
     Inbox* inbox_;
+    const uint32_t capacity_;         // for each block
     const int32_t size_log_, shift_;  // of the cluster; of the threads of a peer
     const int32_t peer_, first_;      // of this thread; its first candidate
     int32_t count_ = 0;               // that the peer has sent

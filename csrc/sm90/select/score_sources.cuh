@@ -112,14 +112,6 @@ struct BlockScores : BlockIds {
     }
 };
 
-// The same where the maxima are in memory, [blocks] and four more.
-struct BlockMaxima : BlockIds {
-    __device__ float maximum(int32_t block) const { return row.maxima[block]; }
-    __device__ __forceinline__ float4 load(int32_t id) const {
-        return __ldcs(reinterpret_cast<const float4*>(row.maxima + id));
-    }
-};
-
 // Ids are columns, which are positions; scores of those on no page are NaN. Units are maxima.
 struct EntryMaxima {
     static constexpr int kLine = 1024;  // 128 maxima
@@ -127,6 +119,7 @@ struct EntryMaxima {
     const PagedRow& row;
 
     __device__ static constexpr int32_t forced() { return -1; }
+    __device__ static constexpr bool expands() { return true; }
     __device__ int32_t count() const { return row.columns.count; }
     __device__ __forceinline__ float4 load(int32_t block) const {
         return __ldcs(reinterpret_cast<const float4*>(row.maxima + block));
@@ -141,6 +134,21 @@ struct EntryMaxima {
         return only(first_of_four(there), unit);
     }
     __device__ int32_t position(int32_t id) const { return id; }
+};
+
+// The same, or blocks, in one piece of code: a block is its first column, its score the maximum,
+// and the newest is forced in.
+struct EntryOrBlockMaxima : EntryMaxima {
+    static constexpr bool kForces = true;
+    const bool of_blocks;
+
+    __device__ EntryOrBlockMaxima(const PagedRow& row, bool blocks)
+        : EntryMaxima{row}, of_blocks(blocks) {}
+    __device__ int32_t forced() const {  // among maxima
+        return of_blocks && row.columns.n_vis > 0 ? (row.columns.n_vis - 1) / kPoolBlock : -1;
+    }
+    __device__ bool expands() const { return !of_blocks; }
+    __device__ float maximum(int32_t block) const { return row.maxima[block]; }
 };
 
 }  // namespace flash_csa::sm90

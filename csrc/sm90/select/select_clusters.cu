@@ -5,7 +5,9 @@
 //
 // A cluster of 1 to 16 blocks takes a row, as many as fit while every row has one
 // (cluster_top_k.cuh says how). Scores are read once, and once more for the pool; a row whose
-// entries do not fit the first look keeps candidates alone.
+// entries do not fit the first look keeps candidates alone. Where maxima of blocks are there, a
+// pool has a cluster of its own, beside that of the entries and by the same instructions: code that
+// runs once comes from device memory, and would do so twice.
 //
 // Floor: 4 bytes a column. Limits: k and pool of at most 2048; page sizes 8, 16, .., 256; columns a
 // multiple of 4, scores aligned to 16 bytes. select.cu has the other shapes.
@@ -27,24 +29,34 @@ struct Shared {
     CandidateShared top_k;
     PagedRow row;
 };
+// Of a pool of 2048 blocks a cluster has some 3500 candidates, unevenly spread.
+constexpr int32_t kInboxPairs = 8192;
 struct ClusterShared : Shared {
-    Inbox inbox;
+    InboxOf<kInboxPairs> inbox;
 };
 template <bool kCluster>
 constexpr size_t kSharedBytes = kCluster ? sizeof(ClusterShared) : sizeof(Shared);
 
 // Where the kernel looks for the best entries.
-enum class Among { Entries, Pool, BlockMaxima };
+enum class Among { Entries, Pool, BlockMaxima, EntryOrBlockMaxima };
+
+constexpr bool by_maxima(Among among) { return among >= Among::BlockMaxima; }
+
+template <class Source>
+__device__ __forceinline__ void put_block(const PoolOut& out, int64_t row, const Source& source,
+                                          int32_t i, int32_t block, uint32_t key) {
+    out.blocks.row(row)[i] = block;
+    if (!out.scores) return;
+    out.scores.row(row)[i] =
+        score_of_key(key == kForcedKey ? order_key(source.maximum(block)) : key);
+}
 
 template <bool kCluster, int kUnits, class Source>
 __device__ void write_blocks(const PoolOut& out, int64_t row, const Source& source,
                              int32_t size_log, CandidateShared& shared,
                              Exchange<kCluster>& exchange) {
     const auto put = [&](int32_t i, int32_t block, uint32_t key) {
-        out.blocks.row(row)[i] = block;
-        if (!out.scores) return;
-        out.scores.row(row)[i] =
-            score_of_key(key == kForcedKey ? order_key(source.maximum(block)) : key);
+        put_block(out, row, source, i, block, key);
     };
     ClusterTopK<kCluster, kUnits, Source> top_k(source, size_log, out.width, shared, exchange);
     float4 units[kUnits];
@@ -68,6 +80,26 @@ __device__ void write_row(const SelectParams& p, int64_t row, const Source& sour
                             [&](const auto& sink) { return top_k.run(units, sink); });
 }
 
+// The row's entries or its blocks.
+template <bool kCluster, int kUnits>
+__device__ void write_either(const SelectParams& p, int64_t row, const EntryOrBlockMaxima& source,
+                             int32_t size_log, float4 (&units)[kUnits], CandidateShared& shared,
+                             Exchange<kCluster>& exchange) {
+    const bool blocks = source.of_blocks;
+    const int32_t k = blocks ? p.pool_out.width : p.k;
+    const auto put = [&](int32_t i, int32_t id, uint32_t key) {
+        if (blocks) {
+            put_block(p.pool_out, row, source, i, id < 0 ? -1 : id / kPoolBlock, key);
+        } else {
+            put_entry(p.out, row, i, id, id < 0 ? -1 : source.row.slot(id), key);
+        }
+    };
+    ClusterTopK<kCluster, kUnits, EntryOrBlockMaxima> top_k(source, size_log, k, shared, exchange);
+    const int32_t count = top_k.run(units, put), thread = cluster_thread<kCluster>();
+    for (int32_t i = count + thread; i < k; i += cluster_threads<kCluster>()) put(i, -1, 0);
+    if (thread == 0) (blocks ? p.pool_out.counts : p.out.lengths)[row] = count;
+}
+
 // maxima: of blocks of columns, where those are looked at; [R, columns / 8].
 template <bool kCluster, Among kAmong>
 __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
@@ -76,8 +108,9 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
     extern __shared__ uint4 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     if (!kCluster) size_log = 0;
-    Exchange<kCluster> exchange(kCluster ? &static_cast<ClusterShared&>(shared).inbox : nullptr,
-                                size_log);
+    Exchange<kCluster> exchange(
+        kCluster ? &static_cast<ClusterShared&>(shared).inbox.inbox : nullptr, kInboxPairs,
+        size_log);
     clear_candidates(shared.top_k);
     const auto start = [] {
         wait_for_previous();
@@ -85,10 +118,12 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
     };
     // The kernel that leaves maxima lets this one start when what came before it has ended: all but
     // scores and maxima is there.
-    if (kAmong != Among::BlockMaxima) start();
-    const int64_t row = blockIdx.x >> size_log;
+    if (!by_maxima(kAmong)) start();
+    constexpr bool kEither = kAmong == Among::EntryOrBlockMaxima;
+    const uint32_t cluster = blockIdx.x >> size_log;
+    const int64_t row = kEither ? cluster / 2 : cluster;
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
-    constexpr int kPer = kAmong == Among::BlockMaxima ? kPoolBlock : 1;  // columns of a value
+    constexpr int kPer = by_maxima(kAmong) ? kPoolBlock : 1;  // columns of a value
     constexpr int kLine = kPer > 1 ? EntryMaxima::kLine : EntryScores::kLine;
     static_assert(EntryScores::kLine == PoolScores::kLine);
     constexpr int kUnits = kCluster && kPer == 1 ? 2 * kLookUnits : kLookUnits;
@@ -115,7 +150,7 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
                                kPer > 1 ? values : nullptr, page_shift);
     }
     __syncthreads();
-    if (kAmong == Among::BlockMaxima) start();
+    if (by_maxima(kAmong)) start();
     if (kPer > 1) read((shared.row.columns.count + kIndexTile - 1) / kIndexTile * kIndexTile);
     const PagedRow& of = shared.row;
     CandidateShared& top_k = shared.top_k;
@@ -127,12 +162,11 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
             write_blocks<kCluster, 2>(p.pool_out, row, BlockScores{{of}}, size_log, top_k,
                                       exchange);
         }
-    } else {
+    } else if constexpr (kAmong == Among::BlockMaxima) {
         write_row<kCluster>(p, row, EntryMaxima{of}, size_log, units, top_k, exchange);
-        if (p.pool_out.blocks) {
-            write_blocks<kCluster, 2>(p.pool_out, row, BlockMaxima{{of}}, size_log, top_k,
-                                      exchange);
-        }
+    } else {
+        write_either<kCluster>(p, row, EntryOrBlockMaxima(of, cluster % 2 != 0), size_log, units,
+                               top_k, exchange);
     }
     exchange.close();
 }
@@ -142,14 +176,15 @@ cudaError_t launch_rows(const SelectParams& p, const Matrix<const float>& maxima
                         cudaStream_t stream) {
     const int32_t page_shift = floor_log2(p.page_size);
     constexpr auto kernel = select_clusters_kernel<true, kAmong>;
-    int32_t size = cluster_size_for<kernel>(p.batch.rows, kClusterThreads, kSharedBytes<true>);
+    const int64_t clusters = int64_t{p.batch.rows} * (kAmong == Among::EntryOrBlockMaxima ? 2 : 1);
+    int32_t size = cluster_size_for<kernel>(clusters, kClusterThreads, kSharedBytes<true>);
     while (size > 1 && p.columns / size < kLeastColumns) size /= 2;
     if (size == 1) {
-        return launch(select_clusters_kernel<false, kAmong>, blocks_for(p.batch.rows, 1),
-                      kClusterThreads, kSharedBytes<false>, stream, p, maxima, page_shift, 0);
+        return launch_after(select_clusters_kernel<false, kAmong>, blocks_for(clusters, 1),
+                            kClusterThreads, kSharedBytes<false>, stream, p, maxima, page_shift, 0);
     }
-    return launch_clusters(kernel, p.batch.rows, size, kClusterThreads, kSharedBytes<true>, stream,
-                           p, maxima, page_shift, floor_log2(size));
+    return launch_clusters(kernel, clusters, size, kClusterThreads, kSharedBytes<true>, stream, p,
+                           maxima, page_shift, floor_log2(size));
 }
 
 }  // namespace
@@ -170,7 +205,8 @@ cudaError_t select_clusters(const SelectParams& p, cudaStream_t stream) {
 
 cudaError_t select_by_maxima(const SelectParams& p, const Matrix<const float>& maxima,
                              cudaStream_t stream) {
-    return launch_rows<Among::BlockMaxima>(p, maxima, stream);
+    return p.pool_out.blocks ? launch_rows<Among::EntryOrBlockMaxima>(p, maxima, stream)
+                             : launch_rows<Among::BlockMaxima>(p, maxima, stream);
 }
 
 }  // namespace flash_csa::sm90
