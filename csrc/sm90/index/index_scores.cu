@@ -25,7 +25,7 @@ struct StoreScores {
     }
     __device__ __forceinline__ void put_four(int64_t row, int32_t column, const float4& scores,
                                              int32_t visible, bool here) {
-        if (here) store_four(out, row, column, scores, visible);
+        if (here) store_four(out, row, column, canonical_nans(scores), visible);
     }
 };
 

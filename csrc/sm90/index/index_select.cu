@@ -23,27 +23,30 @@
 namespace flash_csa::sm90 {
 namespace {
 
-// Scores, and the maxima of the blocks of whole index tiles: the workspace holds whole ones.
+// Scores, and the maxima of their blocks. The workspace holds whole index tiles, so that all of a
+// unit is stored: scores behind a row's last one mean nothing, maxima leave them out. One index for
+// both, of 32 bits: addresses cost as much as maxima.
 struct StoreMaxima {
     struct Params {
-        Matrix<float> out, maxima;  // NaN where a block has no number
+        float *out, *maxima;  // [rows, columns], [rows, columns / 8]: NaN where there is no number
+        uint32_t columns;     // a multiple of kIndexTile
     };
     static constexpr int kSharedBytes = 0;
 
-    Matrix<float> out, maxima;
+    const Params& to;
 
-    __device__ StoreMaxima(const Params& params, uint8_t*)
-        : out(params.out), maxima(params.maxima) {}
+    __device__ StoreMaxima(const Params& params, uint8_t*) : to(params) {}
     __device__ void begin(const Segment&, int, int) {}
     __device__ void end(const Segment&, int, int) {}
     __device__ __forceinline__ void put(int64_t row, int32_t column, float score, bool visible) {
-        if (visible) out.row(row)[column] = score;
+        const uint32_t at = index(row, column);
+        to.out[at] = score;
         float best = visible ? score : bits_float(kNanBits);
         // Bits 2 .. 4 of a lane say which column of a block it has.
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 8));
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 16));
-        if (column % kPoolBlock == 0) maxima.row(row)[column / kPoolBlock] = best;
+        if (column % kPoolBlock == 0) to.maxima[at / kPoolBlock] = best;
     }
     __device__ __forceinline__ void put_four(int64_t row, int32_t column, const float4& scores,
                                              int32_t visible, bool here) {
@@ -54,10 +57,17 @@ struct StoreMaxima {
         if (visible > 3) best = fmaxf(best, scores.w);
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
         if (!here) return;
-        store_four(out, row, column, scores, visible);
-        if (column % kPoolBlock == 0) maxima.row(row)[column / kPoolBlock] = best;
+        const uint32_t at = index(row, column);
+        *reinterpret_cast<float4*>(to.out + at) = scores;
+        if (column % kPoolBlock == 0) to.maxima[at / kPoolBlock] = best;
+    }
+
+  private:
+    __device__ __forceinline__ uint32_t index(int64_t row, int32_t column) const {
+        return static_cast<uint32_t>(row) * to.columns + static_cast<uint32_t>(column);
     }
 };
+constexpr int64_t kMostScores = UINT32_MAX;  // of a tile, by that index
 
 // Whether pools are selected from a scan of all entries. docs/reindex.md has the crossover: so many
 // rows of a request at least, and so many entries at most, by those of the pool.
@@ -102,6 +112,7 @@ Plan plan_of(const IndexSelectParams& p) {
         0, std::min<int64_t>(kMaxPieces, (scratch - row_bytes - 15) / piece_bytes));
     plan.select_bytes = kSyncBytes + (pieces * piece_bytes + 15) / 16 * 16;
     plan.rows = std::max<int64_t>(0, p.scores.workspace.bytes - plan.select_bytes) / row_bytes;
+    plan.rows = std::min(plan.rows, kMostScores / std::max<int64_t>(1, plan.columns));
     return plan;
 }
 
@@ -165,7 +176,8 @@ cudaError_t select_tile(const IndexSelectParams& tile, const PoolView& mask, cud
     const Matrix<float>& out = tile.scores.out;
     const int64_t blocks = tile.scores.columns / kPoolBlock;
     const Matrix<float> maxima = {out.data + tile.scores.batch.rows * out.stride, blocks};
-    cudaError_t error = score_tiles<StoreMaxima>(tile.scores, {tile.scores.out, maxima}, stream);
+    cudaError_t error = score_tiles<StoreMaxima>(
+        tile.scores, {out.data, maxima.data, static_cast<uint32_t>(out.stride)}, stream);
     if (error == cudaSuccess && mask.blocks) {
         error = mask_maxima(tile.scores, mask, maxima, stream);
     }

@@ -76,8 +76,7 @@ __device__ __forceinline__ void score_quads(const Segment& segment, const ScoreP
         const float4 four = {mul_rn(scores[0][0], rest.x), mul_rn(scores[0][1], rest.y),
                              mul_rn(scores[1][0], rest.z), mul_rn(scores[1][1], rest.w)};
         const uint32_t global_row = segment.first_row + row;
-        sink.put_four(global_row, column, canonical_nans(four), shared.fixed->counts[row] - column,
-                      here);
+        sink.put_four(global_row, column, four, shared.fixed->counts[row] - column, here);
     };
     int32_t in_row = 0, quad = 0;
     const auto end_block = [&] {
