@@ -237,7 +237,7 @@ enum class WorkspaceOp : int32_t { Attend, IndexScores, Select, IndexSelect, Com
 
 namespace detail {
 
-inline constexpr int64_t kScoreScratch = int64_t{128} << 20;  // prefill streams rows through it
+inline constexpr int64_t kScoreScratch = int64_t{240} << 20;  // prefill streams rows through it
 inline constexpr int64_t kHistogramBytes = 16384;             // 4096 bins of one row in flight
 
 // A cut row has one border per piece but the first, and there is a border between any two workers:

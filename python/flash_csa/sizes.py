@@ -69,7 +69,7 @@ def workspace_bytes(
     if op == "index_select":  # scores and block maxima of the rows that fit, at least of one
         columns = _round_up(max_entries, 256)
         row = 4 * (columns + columns // _C.POOL_BLOCK)
-        scratch += min(max_rows * row, max(128 << 20, row))
+        scratch += min(max_rows * row, max(240 << 20, row))
     return _round_up(SYNC_BYTES + scratch, 256)
 
 

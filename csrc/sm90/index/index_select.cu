@@ -4,8 +4,9 @@
 //
 // Tiles of rows stream through scores in the workspace, two launches a tile. The workspace:
 // counters, what pieces of rows leave (sm90/select/split.cuh), scores, maxima of their blocks.
-// Prefill has as many rows in a tile as fit, at least one. The score kernel leaves the maxima, so
-// that selection reads an eighth of what it would, and the scores of the best blocks.
+// Prefill has as many rows in a tile as fit, at least one, and tiles of equal size. The score
+// kernel leaves the maxima, so that selection reads an eighth of what it would, and the scores of
+// the best blocks.
 //
 // Pools have a kernel of their own (reindex.h). Where many rows share few entries, scores of all of
 // them take less time; blocks outside of a row's pool are then hidden from the selection.
@@ -74,6 +75,8 @@ constexpr int64_t kMostScores = UINT32_MAX;  // of a tile, by that index
 constexpr int64_t kScanRows = 256;
 constexpr float kScanEntries = 1.75f;
 
+constexpr int64_t kTileGroup = 16;  // rows that share keys, with 32 heads
+
 int64_t capacity_of(const IndexSelectParams& p) {
     return int64_t{p.scores.block_table.columns} * p.scores.index.page_size;
 }
@@ -93,7 +96,7 @@ struct Plan {
     bool scans;            // pools
     int64_t columns;       // of a row of scores
     int64_t select_bytes;  // counters and pieces
-    int64_t rows;          // of a tile; 0 where not even one fits
+    int64_t rows;          // that fit a tile; 0 where not even one does
 };
 
 Plan plan_of(const IndexSelectParams& p) {
@@ -114,6 +117,13 @@ Plan plan_of(const IndexSelectParams& p) {
     plan.rows = std::max<int64_t>(0, p.scores.workspace.bytes - plan.select_bytes) / row_bytes;
     plan.rows = std::min(plan.rows, kMostScores / std::max<int64_t>(1, plan.columns));
     return plan;
+}
+
+// Rows of each tile: as equal as whole groups let them be, of no more than fit.
+int64_t tile_rows_of(int64_t all, int64_t fit) {
+    const int64_t tiles = (all + fit - 1) / fit;
+    const int64_t each = (all + tiles - 1) / tiles;
+    return std::min(fit, (each + kTileGroup - 1) / kTileGroup * kTileGroup);
 }
 
 BatchView rows_of(BatchView batch, int64_t first, int64_t rows) {
@@ -191,9 +201,11 @@ cudaError_t index_select(const IndexSelectParams& p, cudaStream_t stream) {
     const Plan plan = plan_of(p);
     if (!plan.scans && reindex_fits(p)) return reindex(p, stream);
     const int64_t all = p.scores.batch.rows;
-    if (plan.rows == 0) return all == 0 ? cudaSuccess : cudaErrorInvalidValue;
-    for (int64_t first = 0; first < all; first += plan.rows) {
-        const IndexSelectParams tile = tile_of(p, plan, first, std::min(plan.rows, all - first));
+    if (all == 0) return cudaSuccess;
+    if (plan.rows == 0) return cudaErrorInvalidValue;
+    const int64_t rows = tile_rows_of(all, plan.rows);
+    for (int64_t first = 0; first < all; first += rows) {
+        const IndexSelectParams tile = tile_of(p, plan, first, std::min(rows, all - first));
         const PoolView mask = plan.scans ? rows_of(p.scores.pool, first) : PoolView{};
         const cudaError_t error = select_tile(tile, mask, stream);
         if (error != cudaSuccess) return error;
