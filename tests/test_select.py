@@ -448,9 +448,9 @@ def test_fused_pair(ratio: int, cpu_level: str) -> None:
     assert_same_list(inside, case.select(case.scores(pool), 64, pool=pool)[0])
 
 
-@pytest.mark.parametrize("width", [2048, 60])
+@pytest.mark.parametrize("width", [2048, 60, 0])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("entries, rows", [(600_000, 1), (150_001, 2), (30_000, 9), (9000, 140)])
+@pytest.mark.parametrize("entries, rows", [(600_000, 1), (150_001, 2), (30_000, 9), (20_000, 70)])
 def test_pool_beside_entries(entries: int, rows: int, tied: bool, width: int, device) -> None:
     """Both selections of a call, by clusters of all sizes and by blocks alone: those of the CPU.
 
@@ -463,7 +463,8 @@ def test_pool_beside_entries(entries: int, rows: int, tied: bool, width: int, de
     on_cpu = replace(case, device=torch.device("cpu"))
     want, want_pool = on_cpu.select(on_cpu.scores(), 512, pool_blocks=width)
     assert_same_list(got, want)
-    assert_same_list(pool, want_pool)
+    if width:
+        assert_same_list(pool, want_pool)
 
 
 def test_workspace(device) -> None:

@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     const PoolScorer::Queries queries(p.scores, row);
     int32_t blocks[kOwnBlocks<kCluster>], pages[kOwnBlocks<kCluster>];
     load_blocks(p.scores.pool, row, all, rank, blocks);
-    const PagedRow paged = paged_row(columns_of(p.select, p.select.page_size, INT32_MAX, row),
-                                     nullptr, nullptr, page_shift);
+    const PagedRow paged =
+        paged_row(columns_of(p.select, p.select.page_size, INT32_MAX, row), nullptr, page_shift);
     const PoolShare share{paged.columns.count, size_log};
     load_pages(paged, share, rank, blocks, pages);
     if (threadIdx.x == 0) {

@@ -24,9 +24,11 @@
 //                          where kAlwaysPresent
 //     source.forced()      where kForces: an id that is first whatever its score, or -1
 // Where kBlocks, a unit is the maxima of four blocks of ids, and those are what is sampled and
-// filtered: entries of other blocks than the k best by their maxima are not among the k best.
+// filtered: entries of other blocks than the k best by their maxima are not among the k best. NaN
+// for those behind the last one.
 //     source.load(block)   maxima of four blocks
 //     source.entries(id)   scores of four ids; NaN beyond the end
+//     source.page(id)      of them
 //     source.expands()     false: blocks are the results, each its first id. forced() is a block
 #pragma once
 
@@ -52,7 +54,9 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
         : Base({source.count(), kCluster ? size_log : 0}, k, shared, exchange),
           source_(source),
           length_(share_.length()),
-          id_(share_.template id<kLine / kPer>(kUnit * thread_, rank_)) {}
+          id_(share_.template id<kLine / kPer>(kUnit * thread_, rank_)) {
+        plan_sample();
+    }
 
     // All threads of the cluster call, candidates cleared, the exchange closed. sink(index, id,
     // key) once for each result; returns their number. units: as load leaves them.
@@ -62,7 +66,7 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
         int32_t pages[kUnits];
         if (whole) {
             load_pages(pages);
-            drop_uncounted(units);
+            if constexpr (!Source::kBlocks) drop_uncounted(units);
             sample(units);
         } else {
             float4 some[kSampleUnits];
@@ -103,7 +107,7 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     __device__ float4 load_unit(int32_t id) const {
         if (id >= count()) return only(0, {});
         const float4 unit = source_.load(id);
-        return Source::kAlwaysPresent ? only_counted(id, unit) : unit;
+        return Source::kAlwaysPresent && !Source::kBlocks ? only_counted(id, unit) : unit;
     }
 
     __device__ float4 only_counted(int32_t id, const float4& unit) const {
@@ -146,33 +150,44 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
             const int32_t line = u * (kClusterThreads / 32) + thread_ / 32;
             const int32_t place = line * gap + kUnit * (thread_ % 32);
             const int32_t id = share_.template id<kLine / kPer>(place, rank_);
-            units[u] = only_counted(id, load_unit(id));
+            units[u] = load_unit(id);
+            if constexpr (!Source::kAlwaysPresent) units[u] = only_counted(id, units[u]);
         }
+    }
+
+    // How many of the sample reach the bound: of as many results as are expected in it, and some
+    // more for its deviation, so many threads have one or more. Known before there are scores.
+    __device__ void plan_sample() {
+        const bool whole = span() <= kChunk;
+        const int32_t own = share_.own(rank_, kLine / kPer, count());
+        const int32_t holders =
+            whole ? min(kClusterThreads, own / kUnit) : kClusterThreads;  // threads with some
+        float enough = expected(min((whole ? kUnits : kSampleUnits) * kStripe, own));
+        few_ = 2.f * enough < holders;
+        if (few_) {
+            enough -= __fdividef(0.5f * enough * enough, static_cast<float>(holders));
+        } else {
+            const int32_t taken = min(2 * kStripe, own);
+            enough = taken < count() ? expected(taken) : static_cast<float>(k_);
+        }
+        wanted_ = fresh(min(k_, max(1, static_cast<int32_t>(enough))));
+    }
+    __device__ float expected(int32_t taken) const {
+        const float mean = __fdividef(static_cast<float>(k_) * taken, max(count(), 1));
+        return mean + 4.f * mean * rsqrtf(fmaxf(mean, 1e-6f)) + 1.f;
     }
 
     // Sets the bound. kSampled: units of a thread, all of the part or some.
     template <int kSampled>
     __device__ void sample(const float4 (&units)[kSampled]) {
-        // Of as many results as are expected in the sample, and some more for its deviation, so
-        // many threads have one or more.
-        const int32_t own = share_.own(rank_, kLine / kPer, count());
-        float enough = expected(min(kSampled * kStripe, own));
-        const bool few = own >= kStripe && enough < kClusterThreads / 2;
-        if (few) {
-            enough -= enough * enough * (0.5f / kClusterThreads);
+        if (few_) {
             count_best(units);
         } else {
-            const int32_t taken = min(2 * kStripe, own);
-            enough = taken < count() ? expected(taken) : static_cast<float>(k_);
             count_keys(units[0]);
             count_keys(units[1]);
         }
         __syncthreads();
-        set_base(Base::find_sampled(min(k_, max(1, static_cast<int32_t>(enough)))));
-    }
-    __device__ float expected(int32_t taken) const {
-        const float mean = static_cast<float>(k_) * taken / max(count(), 1);
-        return mean + 4.f * sqrtf(mean) + 1.f;
+        set_base(Base::find_sampled(wanted_));
     }
     __device__ void count_key(uint32_t key) {
         uint32_t* bins = reinterpret_cast<uint32_t*>(s_.sample);
@@ -311,7 +326,9 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
                 kPoolBlock * static_cast<int32_t>(s_.blocks[i / 2]) + i % 2 * kUnit;
             const int32_t id = share_.id(place, rank_);
             const float4 entries[1] = {source_.entries(id)};
+            const int32_t page = source_.page(id);  // for the sake of the cache
             append(place, id, entries);
+            fresh(page);
         }
     }
 
@@ -415,6 +432,8 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     const Source& source_;
     const int32_t length_;  // places
     const int32_t id_;      // of this thread's first unit
+    bool few_;              // the sample is the best of each thread
+    int32_t wanted_;        // of it
     uint32_t base_ = 0;     // key of the bound
     uint32_t least_ = 0;    // of the last, which may be that of a cut
     float bound_ = 0.f;     // candidates are at least this

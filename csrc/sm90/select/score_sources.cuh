@@ -14,7 +14,6 @@ namespace flash_csa::sm90 {
 struct PagedRow {
     Columns columns;
     const float* scores;
-    const float* maxima;  // of blocks, where those are in memory
     int32_t page_shift;
     uint32_t last_page;  // with 32-bit slots
 
@@ -39,8 +38,8 @@ struct PagedRow {
 };
 
 __device__ inline PagedRow paged_row(const Columns& columns, const float* scores,
-                                     const float* maxima, int32_t page_shift) {
-    return {columns, scores, maxima, page_shift, uint32_t{INT32_MAX} >> page_shift};
+                                     int32_t page_shift) {
+    return {columns, scores, page_shift, uint32_t{INT32_MAX} >> page_shift};
 }
 
 // Ids are columns, which are positions.
@@ -117,13 +116,15 @@ struct EntryMaxima {
     static constexpr int kLine = 1024;  // 128 maxima
     static constexpr bool kForces = false, kAlwaysPresent = true, kBlocks = true;
     const PagedRow& row;
+    const float* maxima;  // of the row
 
     __device__ static constexpr int32_t forced() { return -1; }
     __device__ static constexpr bool expands() { return true; }
     __device__ int32_t count() const { return row.columns.count; }
     __device__ __forceinline__ float4 load(int32_t block) const {
-        return __ldcs(reinterpret_cast<const float4*>(row.maxima + block));
+        return __ldcs(reinterpret_cast<const float4*>(maxima + block));
     }
+    __device__ __forceinline__ int32_t page(int32_t id) const { return row.page(id); }
     __device__ __forceinline__ float4 entries(int32_t id) const {
         const int32_t there = count() - id;
         if (there >= 4) return row.load(id);
@@ -142,13 +143,13 @@ struct EntryOrBlockMaxima : EntryMaxima {
     static constexpr bool kForces = true;
     const bool of_blocks;
 
-    __device__ EntryOrBlockMaxima(const PagedRow& row, bool blocks)
-        : EntryMaxima{row}, of_blocks(blocks) {}
+    __device__ EntryOrBlockMaxima(const PagedRow& row, const float* maxima, bool blocks)
+        : EntryMaxima{row, maxima}, of_blocks(blocks) {}
     __device__ int32_t forced() const {  // among maxima
         return of_blocks && row.columns.n_vis > 0 ? (row.columns.n_vis - 1) / kPoolBlock : -1;
     }
     __device__ bool expands() const { return !of_blocks; }
-    __device__ float maximum(int32_t block) const { return row.maxima[block]; }
+    __device__ float maximum(int32_t block) const { return maxima[block]; }
 };
 
 }  // namespace flash_csa::sm90

@@ -71,20 +71,22 @@ __device__ void write_blocks(const PoolOut& out, int64_t row, const Source& sour
     if (thread == 0) out.counts[row] = count;
 }
 
-template <bool kCluster, int kUnits, class Source>
+// begin(top_k) comes before units are looked at.
+template <bool kCluster, int kUnits, class Source, class Begin>
 __device__ void write_row(const SelectParams& p, int64_t row, const Source& source,
                           int32_t size_log, float4 (&units)[kUnits], CandidateShared& shared,
-                          Exchange<kCluster>& exchange) {
+                          Exchange<kCluster>& exchange, const Begin& begin) {
     ClusterTopK<kCluster, kUnits, Source> top_k(source, size_log, p.k, shared, exchange);
+    begin(top_k);
     write_entries<kCluster>(p.out, row, p.k, source,
                             [&](const auto& sink) { return top_k.run(units, sink); });
 }
 
 // The row's entries or its blocks.
-template <bool kCluster, int kUnits>
+template <bool kCluster, int kUnits, class Begin>
 __device__ void write_either(const SelectParams& p, int64_t row, const EntryOrBlockMaxima& source,
                              int32_t size_log, float4 (&units)[kUnits], CandidateShared& shared,
-                             Exchange<kCluster>& exchange) {
+                             Exchange<kCluster>& exchange, const Begin& begin) {
     const bool blocks = source.of_blocks;
     const int32_t k = blocks ? p.pool_out.width : p.k;
     const auto put = [&](int32_t i, int32_t id, uint32_t key) {
@@ -95,6 +97,7 @@ __device__ void write_either(const SelectParams& p, int64_t row, const EntryOrBl
         }
     };
     ClusterTopK<kCluster, kUnits, EntryOrBlockMaxima> top_k(source, size_log, k, shared, exchange);
+    begin(top_k);
     const int32_t count = top_k.run(units, put), thread = cluster_thread<kCluster>();
     for (int32_t i = count + thread; i < k; i += cluster_threads<kCluster>()) put(i, -1, 0);
     if (thread == 0) (blocks ? p.pool_out.counts : p.out.lengths)[row] = count;
@@ -118,55 +121,54 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
     };
     // The kernel that leaves maxima lets this one start when what came before it has ended: all but
     // scores and maxima is there.
-    if (!by_maxima(kAmong)) start();
-    constexpr bool kEither = kAmong == Among::EntryOrBlockMaxima;
+    constexpr bool kByMaxima = by_maxima(kAmong), kEither = kAmong == Among::EntryOrBlockMaxima;
+    if (!kByMaxima) start();
     const uint32_t cluster = blockIdx.x >> size_log;
     const int64_t row = kEither ? cluster / 2 : cluster;
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
-    constexpr int kPer = by_maxima(kAmong) ? kPoolBlock : 1;  // columns of a value
-    constexpr int kLine = kPer > 1 ? EntryMaxima::kLine : EntryScores::kLine;
     static_assert(EntryScores::kLine == PoolScores::kLine);
-    constexpr int kUnits = kCluster && kPer == 1 ? 2 * kLookUnits : kLookUnits;
+    constexpr int kUnits = kCluster && !kByMaxima ? 2 * kLookUnits : kLookUnits;
     float4 units[kUnits];
     const float* scores = p.scores.row(row);
-    const float* values = kPer > 1 ? maxima.row(row) : scores;
-    const Share<kLine> all{static_cast<int32_t>(p.columns), size_log};
-    const int32_t own = all.template id<kLine / kPer>(kUnit * threadIdx.x, rank);
-    const auto read = [&](int32_t columns) {
+    const RowWords words = row_words(p, row);
+    if (!kByMaxima) {
+        // Where a block's part lies does not depend on how many columns count: scores are read
+        // before that is known.
+        const Share<EntryScores::kLine> all{static_cast<int32_t>(p.columns), size_log};
+        const int32_t own = all.id(kUnit * threadIdx.x, rank);
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
             const int32_t at = own + (u * kStripe << size_log);
-            if (at < columns / kPer)
-                units[u] = __ldcs(reinterpret_cast<const float4*>(values + at));
+            if (at < all.count) units[u] = __ldcs(reinterpret_cast<const float4*>(scores + at));
         }
-    };
-    // Where a block's part lies does not depend on how many columns count: scores are read before
-    // that is known. Of maxima, nobody wrote those behind the last tile that counts.
-    const RowWords words = row_words(p, row);
-    if (kPer == 1) read(all.count);
+    }
     exchange.close();
     if (threadIdx.x == 0) {
-        shared.row = paged_row(columns_of(p, p.page_size, p.columns, row, words), scores,
-                               kPer > 1 ? values : nullptr, page_shift);
+        shared.row =
+            paged_row(columns_of(p, p.page_size, p.columns, row, words), scores, page_shift);
     }
     __syncthreads();
-    if (by_maxima(kAmong)) start();
-    if (kPer > 1) read((shared.row.columns.count + kIndexTile - 1) / kIndexTile * kIndexTile);
     const PagedRow& of = shared.row;
-    CandidateShared& top_k = shared.top_k;
+    auto& top_k = shared.top_k;
+    const auto begin = [&](const auto& selection) {
+        if (!kByMaxima) return;
+        start();
+        selection.load(units);
+    };
     if constexpr (kAmong == Among::Pool) {
-        write_row<kCluster>(p, row, PoolScores{of}, size_log, units, top_k, exchange);
+        write_row<kCluster>(p, row, PoolScores{of}, size_log, units, top_k, exchange, begin);
     } else if constexpr (kAmong == Among::Entries) {
-        write_row<kCluster>(p, row, EntryScores{of}, size_log, units, top_k, exchange);
+        write_row<kCluster>(p, row, EntryScores{of}, size_log, units, top_k, exchange, begin);
         if (p.pool_out.blocks) {
             write_blocks<kCluster, 2>(p.pool_out, row, BlockScores{{of}}, size_log, top_k,
                                       exchange);
         }
     } else if constexpr (kAmong == Among::BlockMaxima) {
-        write_row<kCluster>(p, row, EntryMaxima{of}, size_log, units, top_k, exchange);
+        write_row<kCluster>(p, row, EntryMaxima{of, maxima.row(row)}, size_log, units, top_k,
+                            exchange, begin);
     } else {
-        write_either<kCluster>(p, row, EntryOrBlockMaxima(of, cluster % 2 != 0), size_log, units,
-                               top_k, exchange);
+        write_either<kCluster>(p, row, EntryOrBlockMaxima(of, maxima.row(row), cluster % 2 != 0),
+                               size_log, units, top_k, exchange, begin);
     }
     exchange.close();
 }
