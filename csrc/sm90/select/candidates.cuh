@@ -83,6 +83,7 @@ struct alignas(16) CandidateShared {
     uint32_t lines[kClusterThreads];
     int32_t warp_sums[kClusterThreads / 32];  // of a scan
     int32_t kept;                             // candidates
+    int32_t listed;                           // blocks whose entries are to be
     int32_t num_tied;
     int32_t bin, above, inside;  // of a histogram: where the k-th best lies
     uint64_t lowest;
@@ -111,7 +112,7 @@ __device__ __forceinline__ float score_from(uint32_t key) {
 // Before candidates are looked for; a barrier of the block comes behind.
 __device__ __forceinline__ void clear_candidates(CandidateShared& shared) {
     shared.sample[0][threadIdx.x] = shared.sample[1][threadIdx.x] = {0, 0, 0, 0};
-    if (threadIdx.x == 0) shared.kept = shared.num_tied = 0;
+    if (threadIdx.x == 0) shared.kept = shared.listed = shared.num_tied = 0;
 }
 
 template <bool kCluster, int kLine>
@@ -128,14 +129,18 @@ class Candidates {
     // From the candidates of all blocks, whose keys are at least `base` in this one, to lowest_ and
     // `total`, the number of results. False where there may be better ones than those: there are
     // fewer than k, or the k-th is below the base of a block; base is then one that all blocks may
-    // have. Leaves a window clear.
-    __device__ bool cut(uint32_t& base, int32_t& total) {
+    // have. Leaves a window clear. kOnce: false as well where candidates do not fit the inboxes, or
+    // too many of them are alike; fits: those of this block are there.
+    template <bool kOnce>
+    __device__ bool cut(uint32_t& base, int32_t& total, bool fits = true) {
         uint32_t low = base, high = base;
         s_.bins[thread_] = {0, 0, 0, 0};
         __syncthreads();
-        alone_ = !kCluster || exchange_.run(s_.keys, s_.places, s_.kept, low, high);
+        const int32_t count = fits ? s_.kept : kCandidates + 1;
+        alone_ = !kCluster || exchange_.run(s_.keys, s_.places, count, low, high);
         alone_ = alone_ && find_fine(low, high, total);
-        if (!alone_) {
+        if (kOnce && !alone_) return false;
+        if (!kOnce && !alone_) {
             const ClusterCut found = find_cut<kCluster>({0, 64, k_, false});
             lowest_ = found.lowest();
             total = lowest_ == kAnyPair ? found.need : k_;
@@ -164,6 +169,7 @@ class Candidates {
     }
 
     // Counts the results of other blocks on the lines of the window; a barrier comes behind.
+    template <bool kOnce>
     __device__ void count_lines(uint32_t window) {
         if (!kCluster) return;
         const auto add = [&](uint32_t place, int32_t rank, uint32_t* lines, int32_t to) {
@@ -171,7 +177,7 @@ class Candidates {
             if (at < kWindow && rank != to)
                 atomicAdd(lines + at / kLine, rank < to ? 0x10001u : 1u);
         };
-        if (alone_) {
+        if (kOnce || alone_) {
             exchange_.for_each([&](uint32_t key, uint32_t place, int32_t rank) {
                 if (pair_of(key, place, rank) >= lowest_) add(place, rank, s_.lines, rank_);
             });

@@ -63,6 +63,13 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     template <class Sink>
     __device__ int32_t run(float4 (&units)[kUnits], const Sink& sink) {
         const bool whole = span() <= kChunk;
+        if constexpr (kCluster && Source::kBlocks) {
+            if (whole) {
+                const int32_t total = run_once(units, sink);
+                if (total >= 0) return total;
+                load(units);
+            }
+        }
         int32_t pages[kUnits];
         if (whole) {
             load_pages(pages);
@@ -84,6 +91,30 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
         }
     }
 
+    // What run does where nothing is out of the common, in a straight line: instructions that come
+    // from device memory are waited for at every jump. -1 where it does not tell, in all blocks.
+    template <class Sink>
+    __device__ int32_t run_once(const float4 (&units)[kUnits], const Sink& sink) {
+        static_assert(kUnits == kSome && kChunk * kPer <= kWindow);
+        sample(units);
+        list(kUnit * thread_, unit_id(0), units);
+        __syncthreads();
+        const bool fits = s_.listed <= kMostListed;
+#pragma unroll 1
+        for (int32_t i = thread_; fits && i < 2 * s_.listed; i += kClusterThreads) {
+            append_entries(s_.blocks[i / 2], i % 2 * kUnit);
+        }
+        int32_t total;
+        uint32_t base = base_;
+        const bool told = Base::template cut<true>(base, total, fits);
+        if (told) {
+            emit<true>(sink);
+            return total;
+        }
+        start_over();
+        return -1;
+    }
+
     // The first units, kSome at a time: those beyond the part are left as they are.
     __device__ void load(float4 (&units)[kUnits]) const {
         for_units([&](int u) { units[u] = load_unit(fresh(unit_id(u * kStripe))); });
@@ -94,6 +125,8 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     static constexpr int kChunk = kUnits * kStripe;
     static constexpr int kSampleUnits = kCluster && kUnits >= 4 ? 4 : 2;  // of longer parts
     static constexpr int kSome = kCluster && kUnits >= 4 ? 4 : 2;         // appended at once
+    static constexpr int kMostListed = kCandidates / kPoolBlock;          // all entries fit
+    static_assert(kMostListed <= kMaxClusterTopK);
 
     // The row's scores in units, and the places of those.
     __device__ int32_t count() const { return (share_.count + kPer - 1) / kPer; }
@@ -228,23 +261,36 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
         return u & 2 ? high : low;
     }
 
-    // Keeps those of some units that reach the bound; the first unit is at this place and id.
+    // A bit for each of those that reach the bound.
     template <int kSome>
-    __device__ __forceinline__ void append(int32_t place, int32_t id,
-                                           const float4 (&units)[kSome]) {
-        uint32_t pass = 0, forced = 0;
+    __device__ __forceinline__ uint32_t passing(const float4 (&units)[kSome]) const {
+        uint32_t pass = 0;
 #pragma unroll
         for (int u = 0; u < kSome; ++u) {
             const float values[kUnit] = {units[u].x, units[u].y, units[u].z, units[u].w};
 #pragma unroll
             for (int e = 0; e < kUnit; ++e) {
                 if (values[e] >= bound_) pass |= 1u << (kUnit * u + e);
-                if (is_forced(id + (u * kStripe << share_.size_log) + e)) {
-                    forced |= 1u << (kUnit * u + e);
+            }
+        }
+        return pass;
+    }
+
+    // Keeps those of some units that reach the bound; the first unit is at this place and id.
+    // kTimes: places of each.
+    template <int kSome, int kTimes = 1>
+    __device__ __forceinline__ void append(int32_t place, int32_t id,
+                                           const float4 (&units)[kSome]) {
+        uint32_t forced = 0;
+        if (Source::kForces) {
+#pragma unroll
+            for (int e = 0; e < kUnit * kSome; ++e) {
+                if (is_forced(id + (e / kUnit * kStripe << share_.size_log) + e % kUnit)) {
+                    forced |= 1u << e;
                 }
             }
         }
-        pass |= forced;
+        uint32_t pass = passing(units) | forced;
         if (pass == 0) return;
         int32_t at = atomicAdd(&s_.kept, __popc(pass));
         full_ |= at + __popc(pass) > kTrigger;
@@ -253,10 +299,35 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
             const float4 unit = one_of(units, e / kUnit);
             const float2 pair = e & 2 ? float2{unit.z, unit.w} : float2{unit.x, unit.y};
             s_.keys[at] = forced >> e & 1 ? kForcedKey : order_key(e & 1 ? pair.y : pair.x);
-            s_.places[at] = static_cast<uint32_t>(place) + e / kUnit * kStripe + e % kUnit;
+            s_.places[at] =
+                (static_cast<uint32_t>(place) + e / kUnit * kStripe + e % kUnit) * kTimes;
             ++at;
             pass &= pass - 1;
         } while (pass != 0);
+    }
+
+    // Lists the places of blocks that reach the bound; or they are candidates.
+    __device__ __forceinline__ void list(int32_t place, int32_t id, const float4 (&units)[kSome]) {
+        if (!source_.expands()) return append<kSome, kPoolBlock>(place, id, units);
+        uint32_t pass = passing(units);
+        if (pass == 0) return;
+        int32_t at = atomicAdd(&s_.listed, __popc(pass));
+        do {
+            const uint32_t e = __ffs(static_cast<int>(pass)) - 1;
+            if (at < kMostListed) s_.blocks[at] = place + e / kUnit * kStripe + e % kUnit;
+            ++at;
+            pass &= pass - 1;
+        } while (pass != 0);
+    }
+
+    // Of half a block, which begins at `first`.
+    __device__ __forceinline__ void append_entries(uint32_t block, int32_t first) {
+        const int32_t place = kPoolBlock * static_cast<int32_t>(block) + first;
+        const int32_t id = share_.id(place, rank_);
+        const float4 entries[1] = {source_.entries(id)};
+        const int32_t page = source_.page(id);  // for the sake of the cache
+        append(place, id, entries);
+        fresh(page);
     }
 
     // The whole part; its first units have come. A unit's successor is loaded as soon as it is
@@ -322,13 +393,7 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
             if (first > 0 && __syncthreads_or(full_)) refine(false);
             const int32_t i = first + thread_;
             if (i >= 2 * count) continue;
-            const int32_t place =
-                kPoolBlock * static_cast<int32_t>(s_.blocks[i / 2]) + i % 2 * kUnit;
-            const int32_t id = share_.id(place, rank_);
-            const float4 entries[1] = {source_.entries(id)};
-            const int32_t page = source_.page(id);  // for the sake of the cache
-            append(place, id, entries);
-            fresh(page);
+            append_entries(s_.blocks[i / 2], i % 2 * kUnit);
         }
     }
 
@@ -367,34 +432,38 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     template <class Sink>
     __device__ bool finish(int32_t& total, const Sink& sink) {
         uint32_t base = base_;
-        if (Base::cut(base, total)) {
-            emit(sink);
+        if (Base::template cut<false>(base, total)) {
+            emit<false>(sink);
             return true;
         }
+        start_over();
+        set_base(base);
+        return false;
+    }
+    __device__ void start_over() {
         __syncthreads();
         exchange_.reopen();
         exchange_.close();
         clear_candidates(s_);
         __syncthreads();
         full_ = false;
-        set_base(base);
-        return false;
     }
 
-    template <class Sink>
+    // kOnce: there is one window.
+    template <bool kOnce, class Sink>
     __device__ void emit(const Sink& sink) {
         const int32_t count = s_.kept;
         uint32_t* mask = reinterpret_cast<uint32_t*>(s_.mask);
         const int32_t* ranks = reinterpret_cast<const int32_t*>(s_.ranks);
         int32_t base = 0, window = 0;
         while (true) {
-            const bool last = window + kWindow >= length_;
+            const bool last = kOnce || window + kWindow >= length_;
 #pragma unroll 1
             for (int32_t i = thread_; i < count; i += kClusterThreads) {
                 const uint32_t at = s_.places[i] - static_cast<uint32_t>(window);
                 if (at < kWindow && Base::is_result(i)) atomicOr(&mask[at / 32], 1u << at % 32);
             }
-            Base::count_lines(window);
+            Base::template count_lines<kOnce>(window);
             __syncthreads();
             base += rank_words(base);
             if (last) exchange_.reopen();
