@@ -59,7 +59,8 @@ struct StoreMaxima {
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 4));
         if (!here) return;
         const uint32_t at = index(row, column);
-        *reinterpret_cast<float4*>(to.out + at) = scores;
+        // Those of prefill are more than the cache holds, and few are read: maxima stay there.
+        __stcs(reinterpret_cast<float4*>(to.out + at), scores);
         if (column % kPoolBlock == 0) to.maxima[at / kPoolBlock] = best;
     }
 

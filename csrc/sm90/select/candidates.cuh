@@ -139,7 +139,7 @@ class Candidates {
         const int32_t count = fits ? s_.kept : kCandidates + 1;
         alone_ = !kCluster || exchange_.run(s_.keys, s_.places, count, low, high);
         alone_ = alone_ && find_fine(low, high, total);
-        if (kOnce && !alone_) return false;
+        if (kOnce && !(alone_ && fits)) return false;
         if (!kOnce && !alone_) {
             const ClusterCut found = find_cut<kCluster>({0, 64, k_, false});
             lowest_ = found.lowest();

@@ -63,7 +63,7 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     template <class Sink>
     __device__ int32_t run(float4 (&units)[kUnits], const Sink& sink) {
         const bool whole = span() <= kChunk;
-        if constexpr (kCluster && Source::kBlocks) {
+        if constexpr (kOnce) {
             if (whole) {
                 const int32_t total = run_once(units, sink);
                 if (total >= 0) return total;
@@ -95,9 +95,16 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     // from device memory are waited for at every jump. -1 where it does not tell, in all blocks.
     template <class Sink>
     __device__ int32_t run_once(const float4 (&units)[kUnits], const Sink& sink) {
-        static_assert(kUnits == kSome && kChunk * kPer <= kWindow);
+        static_assert(kChunk * kPer <= kWindow);
         sample(units);
-        list(kUnit * thread_, unit_id(0), units);
+#pragma unroll
+        for (int u = 0; u < kUnits; u += kSome) {
+            if (u > 0 && u * kStripe >= span()) break;
+            float4 some[kSome];
+#pragma unroll
+            for (int i = 0; i < kSome; ++i) some[i] = units[u + i];
+            list(u * kStripe + kUnit * thread_, some);
+        }
         __syncthreads();
         const bool fits = s_.listed <= kMostListed;
 #pragma unroll 1
@@ -125,7 +132,8 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     static constexpr int kChunk = kUnits * kStripe;
     static constexpr int kSampleUnits = kCluster && kUnits >= 4 ? 4 : 2;  // of longer parts
     static constexpr int kSome = kCluster && kUnits >= 4 ? 4 : 2;         // appended at once
-    static constexpr int kMostListed = kCandidates / kPoolBlock;          // all entries fit
+    static constexpr bool kOnce = Source::kBlocks && !Source::kForces;
+    static constexpr int kMostListed = kCandidates / kPoolBlock;  // all entries fit
     static_assert(kMostListed <= kMaxClusterTopK);
 
     // The row's scores in units, and the places of those.
@@ -277,8 +285,7 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     }
 
     // Keeps those of some units that reach the bound; the first unit is at this place and id.
-    // kTimes: places of each.
-    template <int kSome, int kTimes = 1>
+    template <int kSome>
     __device__ __forceinline__ void append(int32_t place, int32_t id,
                                            const float4 (&units)[kSome]) {
         uint32_t forced = 0;
@@ -299,16 +306,14 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
             const float4 unit = one_of(units, e / kUnit);
             const float2 pair = e & 2 ? float2{unit.z, unit.w} : float2{unit.x, unit.y};
             s_.keys[at] = forced >> e & 1 ? kForcedKey : order_key(e & 1 ? pair.y : pair.x);
-            s_.places[at] =
-                (static_cast<uint32_t>(place) + e / kUnit * kStripe + e % kUnit) * kTimes;
+            s_.places[at] = static_cast<uint32_t>(place) + e / kUnit * kStripe + e % kUnit;
             ++at;
             pass &= pass - 1;
         } while (pass != 0);
     }
 
-    // Lists the places of blocks that reach the bound; or they are candidates.
-    __device__ __forceinline__ void list(int32_t place, int32_t id, const float4 (&units)[kSome]) {
-        if (!source_.expands()) return append<kSome, kPoolBlock>(place, id, units);
+    // Lists the places of blocks that reach the bound.
+    __device__ __forceinline__ void list(int32_t place, const float4 (&units)[kSome]) {
         uint32_t pass = passing(units);
         if (pass == 0) return;
         int32_t at = atomicAdd(&s_.listed, __popc(pass));

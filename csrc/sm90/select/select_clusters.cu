@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
     constexpr int kUnits = kCluster && !kByMaxima ? 2 * kLookUnits : kLookUnits;
     float4 units[kUnits];
     const float* scores = p.scores.row(row);
+    const float* of_row = kByMaxima ? fresh(maxima.row(row)) : nullptr;
     const RowWords words = row_words(p, row);
     if (!kByMaxima) {
         // Where a block's part lies does not depend on how many columns count: scores are read
@@ -164,11 +165,11 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
                                       exchange);
         }
     } else if constexpr (kAmong == Among::BlockMaxima) {
-        write_row<kCluster>(p, row, EntryMaxima{of, maxima.row(row)}, size_log, units, top_k,
-                            exchange, begin);
+        write_row<kCluster>(p, row, EntryMaxima{of, of_row}, size_log, units, top_k, exchange,
+                            begin);
     } else {
-        write_either<kCluster>(p, row, EntryOrBlockMaxima(of, maxima.row(row), cluster % 2 != 0),
-                               size_log, units, top_k, exchange, begin);
+        write_either<kCluster>(p, row, EntryOrBlockMaxima(of, of_row, cluster % 2 != 0), size_log,
+                               units, top_k, exchange, begin);
     }
     exchange.close();
 }
