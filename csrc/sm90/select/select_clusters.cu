@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
             if (at < all.count) units[u] = __ldcs(reinterpret_cast<const float4*>(scores + at));
         }
     }
-    exchange.close();
+    if (!kByMaxima) exchange.close();
     if (threadIdx.x == 0) {
         shared.row =
             paged_row(columns_of(p, p.page_size, p.columns, row, words), scores, page_shift);
@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(kClusterThreads, kCluster ? 1 : 2)
         if (!kByMaxima) return;
         start();
         selection.load(units);
+        exchange.close();  // peers may have begun later
     };
     if constexpr (kAmong == Among::Pool) {
         write_row<kCluster>(p, row, PoolScores{of}, size_log, units, top_k, exchange, begin);
