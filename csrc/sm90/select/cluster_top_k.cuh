@@ -201,12 +201,17 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     __device__ void plan_sample() {
         const bool whole = span() <= kChunk;
         const int32_t own = share_.own(rank_, kLine / kPer, count());
-        const int32_t holders =
-            whole ? min(kClusterThreads, own / kUnit) : kClusterThreads;  // threads with some
-        float enough = expected(min((whole ? kUnits : kSampleUnits) * kStripe, own));
-        few_ = 2.f * enough < holders;
-        if (few_) {
-            enough -= __fdividef(0.5f * enough * enough, static_cast<float>(holders));
+        const int32_t sampled = whole ? kUnits : kSampleUnits;
+        float enough = expected(min(sampled * kStripe, own));
+        // Bests of threads, or of halves of what they hold: those that are of any.
+        const int32_t rest = own - sampled / 2 * kStripe;
+        const int32_t ones = whole ? min(kClusterThreads, own / kUnit) : kClusterThreads;
+        const int32_t twos =
+            ones + (whole ? max(0, min(kClusterThreads, rest / kUnit)) : kClusterThreads);
+        bests_ = enough < 0.75f * ones ? 1 : enough < 0.75f * twos ? 2 : 0;
+        if (bests_ > 0) {
+            const float of = static_cast<float>(bests_ == 1 ? ones : twos);
+            enough = of - of * __expf(-__fdividef(enough, of));
         } else {
             const int32_t taken = min(2 * kStripe, own);
             enough = taken < count() ? expected(taken) : static_cast<float>(k_);
@@ -221,8 +226,8 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     // Sets the bound. kSampled: units of a thread, all of the part or some.
     template <int kSampled>
     __device__ void sample(const float4 (&units)[kSampled]) {
-        if (few_) {
-            count_best(units);
+        if (bests_ > 0) {
+            count_bests(units);
         } else {
             count_keys(units[0]);
             count_keys(units[1]);
@@ -236,14 +241,17 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
         if (key != 0) atomicAdd(&bins[bin / 2], bin % 2 ? 0x10000u : 1u);
     }
     template <int kSampled>
-    __device__ void count_best(const float4 (&units)[kSampled]) {
-        float best = bits_float(kNanBits);
+    __device__ void count_bests(const float4 (&units)[kSampled]) {
+        const float nan = bits_float(kNanBits);
+        float bests[2] = {nan, nan};
 #pragma unroll
         for (int u = 0; u < kSampled; ++u) {
             if (u % 2 == 0 && u * kStripe >= span()) break;
+            float& best = bests[2 * u / kSampled];
             best = fmaxf(best, fmaxf(fmaxf(units[u].x, units[u].y), fmaxf(units[u].z, units[u].w)));
         }
-        count_key(order_key(best));
+        if (bests_ == 2) count_key(order_key(bests[1]));
+        count_key(order_key(bests_ == 2 ? bests[0] : fmaxf(bests[0], bests[1])));
     }
     __device__ void count_keys(const float4& unit) {
         count_key(order_key(unit.x));
@@ -506,7 +514,7 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     const Source& source_;
     const int32_t length_;  // places
     const int32_t id_;      // of this thread's first unit
-    bool few_;              // the sample is the best of each thread
+    int32_t bests_;         // of each thread that are the sample; 0: scores of two units
     int32_t wanted_;        // of it
     uint32_t base_ = 0;     // key of the bound
     uint32_t least_ = 0;    // of the last, which may be that of a cut
