@@ -38,6 +38,7 @@ template <int kHeads>
 struct Worker {
     static constexpr int kFragment = kHeads / 2;
     static constexpr int kRecords = kTile / kWarps;
+    static constexpr int kEachPanels = kPanels / kParts;  // of a warpgroup, in the logits
     // Softmax: of a warpgroup's heads a thread has kEach records of one, kVector in a row.
     static constexpr int kEach = kHeads / 8, kLanes = kTile / kEach;
     static constexpr int kVector = kEach < 4 ? kEach : 4;
@@ -118,29 +119,6 @@ struct Worker {
         }
     }
 
-    // Logits over a part of the dims.
-    __device__ __forceinline__ void start_logits(float (&d)[kFragment]) {
-        constexpr int kEachPanels = kPanels / kParts;
-        const uint64_t kv = k_major(shared.kv[group * kEachPanels]);
-        const uint64_t q = k_major(shared.q[group * kEachPanels]);
-        fence_registers(d);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < kEachPanels * 4; ++k)
-            multiply_logits<kHeads>(advance(kv, k / 4 * int{sizeof shared.kv[0]} + k % 4 * 32),
-                                    advance(q, k / 4 * int{sizeof shared.q[0]} + k % 4 * 32), d,
-                                    k > 0);
-        cute::warpgroup_commit_batch();
-    }
-
-    __device__ __forceinline__ void store_logits(const float (&d)[kFragment]) {
-        const int lane = fresh(this->lane);
-        float* to = &shared.logits[group][lane % 4 * 2][16 * (warp % 4) + lane / 4];
-#pragma unroll
-        for (int i = 0; i < kFragment; ++i)
-            to[(i / 4 * 8 + i % 2) * kLogitPitch + i / 2 % 2 * 8] = d[i];
-    }
-
     // Records of the thread: kVector neighbours from here on.
     __device__ int record_of(int i) const { return i * kLanes + threadIdx.x % kLanes * kVector; }
 
@@ -217,12 +195,14 @@ struct Worker {
             __syncthreads();
             float logits[kFragment];
             const bool multiplies = group < kParts;
-            if (multiplies) start_logits(logits);
+            if (multiplies)
+                start_logits<kHeads, kEachPanels>(shared.kv + group * kEachPanels,
+                                                  shared.q + group * kEachPanels, logits);
             if (tile + 1 < end) start_tile(tile + 1);
             if (multiplies) {
                 cute::warpgroup_wait<0>();
                 fence_registers(logits);
-                store_logits(logits);
+                store_logits(logits, shared.logits[group]);
             }
             __syncthreads();
             const bool shrinks = softmax(tile);

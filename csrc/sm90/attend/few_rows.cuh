@@ -15,6 +15,7 @@
 #include "sm90/attend/few_heads.cuh"
 #include "sm90/attend/output.cuh"
 #include "sm90/common/exp2.cuh"
+#include "sm90/common/fresh.cuh"
 #include "sm90/common/wgmma.cuh"
 
 namespace flash_csa::sm90::few_rows {
@@ -121,6 +122,30 @@ __device__ __forceinline__ void multiply_logits(uint64_t kv, uint64_t q, float (
                                                 bool accumulate) {
     detail::multiply<typename Atoms<kCols>::Logits>(kv, q, d, accumulate,
                                                     std::make_index_sequence<kCols / 2>{});
+}
+
+// d [64 records, kHeads heads] = kv . q^T over kCount panels of dims, which are only started.
+template <int kHeads, int kCount>
+__device__ __forceinline__ void start_logits(const uint8_t (*kv)[kTile][kPanelRowBytes],
+                                             const uint8_t (*q)[kHeads][kPanelRowBytes],
+                                             float (&d)[kHeads / 2]) {
+    const uint64_t a = k_major(kv), b = k_major(q);
+    fence_registers(d);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < kCount * 4; ++k)
+        multiply_logits<kHeads>(advance(a, k / 4 * int{sizeof kv[0]} + k % 4 * 32),
+                                advance(b, k / 4 * int{sizeof q[0]} + k % 4 * 32), d, k > 0);
+    cute::warpgroup_commit_batch();
+}
+// A warpgroup's logits, when they are there, to [head][record].
+template <int kPitch, int kCount>
+__device__ __forceinline__ void store_logits(const float (&d)[kCount], float (*logits)[kPitch],
+                                             int first_record = 0) {
+    const int warp = threadIdx.x / 32 % 4, lane = fresh(static_cast<int>(threadIdx.x) % 32);
+    float* to = logits[lane % 4 * 2] + first_record + 16 * warp + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[(i / 4 * 8 + i % 2) * kPitch + i / 2 % 2 * 8] = d[i];
 }
 
 // d [64 dims, kCols heads] (+)= kv [16 records, 64 dims]^T . p [kCols, 16 records]^T.

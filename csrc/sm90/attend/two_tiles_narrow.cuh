@@ -91,23 +91,11 @@ struct Narrow : NarrowOutput<kHeads, Copies<kHeads>> {
     using Base::Base;
 
     __device__ __forceinline__ void multiply_logits(int32_t tile) {
-        const uint64_t kv = k_major(this->kv_of(tile)), q = k_major(shared.q);
         float d[kFragment];
-        fence_registers(d);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < kHeadDim / 16; ++k)
-            few_rows::multiply_logits<kHeads>(
-                advance(kv, k / 4 * kPanelBytes + k % 4 * 32),
-                advance(q, k / 4 * int{sizeof shared.q[0]} + k % 4 * 32), d, k > 0);
-        cute::warpgroup_commit_batch();
+        start_logits<kHeads, kPanels>(this->kv_of(tile), shared.q, d);
         cute::warpgroup_wait<0>();
         fence_registers(d);
-        const int lane = fresh(this->lane);
-        float* to = &shared.logits[lane % 4 * 2][16 * warp + lane / 4];
-#pragma unroll
-        for (int i = 0; i < kFragment; ++i)
-            to[(i / 4 * 8 + i % 2) * kLogitPitch + i / 2 % 2 * 8] = d[i];
+        store_logits(d, shared.logits);
     }
 
     // Records of the thread: kVector neighbours from here on.

@@ -67,24 +67,13 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
     __device__ __forceinline__ void multiply_logits() {
         const int tile = group % kTiles, half = group / kTiles;
         if (tile >= end) return;
-        const uint64_t kv = k_major(shared.kv[tile][half * (kPanels / kHalves)]);
-        const uint64_t q = k_major(shared.q[half * (kPanels / kHalves)]);
+        constexpr int kEachPanels = kPanels / kHalves;
         float d[kFragment];
-        fence_registers(d);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < kHeadDim / kHalves / 16; ++k)
-            few_rows::multiply_logits<kHeads>(
-                advance(kv, k / 4 * kPanelBytes + k % 4 * 32),
-                advance(q, k / 4 * int{sizeof shared.q[0]} + k % 4 * 32), d, k > 0);
-        cute::warpgroup_commit_batch();
+        start_logits<kHeads, kEachPanels>(shared.kv[tile] + half * kEachPanels,
+                                          shared.q + half * kEachPanels, d);
         cute::warpgroup_wait<0>();
         fence_registers(d);
-        const int lane = fresh(this->lane);
-        float (*to)[kTiles * kTile + 4] = shared.logits[half] + lane % 4 * 2;
-        const int record = tile * kTile + 16 * (warp % 4) + lane / 4;
-#pragma unroll
-        for (int i = 0; i < kFragment; ++i) to[i / 4 * 8 + i % 2][record + i / 2 % 2 * 8] = d[i];
+        store_logits(d, shared.logits[half], tile * kTile);
     }
 
     // Weights of all records, for all warps.
