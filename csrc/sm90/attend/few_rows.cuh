@@ -214,10 +214,19 @@ struct Reader<RecordId::WindowFp8> {
     static __device__ __forceinline__ int row(int warp, int lane, int step) {
         return 16 * warp + 8 * (step / 2) + lane % 8;
     }
+    // Of unit lane / 8 of the panel step % 2.
+    static __device__ __forceinline__ uint4 codes(const uint8_t* at, int group, int lane,
+                                                  int step) {
+        return *reinterpret_cast<const uint4*>(at + 128 * group + 64 * (step % 2) +
+                                               16 * (lane / 8));
+    }
+    // Where its scale is in the word of the group's.
+    static __device__ __forceinline__ int scale_bit(int lane, int step) {
+        return 8 * (2 * (step % 2) + lane / 16);
+    }
     static __device__ __forceinline__ Codes read(const uint8_t* at, int group, int lane, int step) {
-        const int unit = lane / 8;  // of the panel step % 2
-        return {*reinterpret_cast<const uint4*>(at + 128 * group + 64 * (step % 2) + 16 * unit),
-                at[kRecord.data_bytes + 4 * group + 2 * (step % 2) + unit / 2]};
+        return {codes(at, group, lane, step),
+                at[kRecord.data_bytes + 4 * group + scale_bit(lane, step) / 8]};
     }
     static __device__ __forceinline__ void write(const Codes& from, int lane, int step, int row,
                                                  uint8_t* kv) {

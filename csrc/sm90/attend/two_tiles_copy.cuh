@@ -97,9 +97,12 @@ struct Part {
         if (!there) return;
         const uint8_t* from = places.row(slot);
         if (in_window(tile)) {
+            // The scales of the record are 16 bytes: loads of scattered records stand in line.
+            const uint4 scales = *reinterpret_cast<const uint4*>(from + kWindow.data_bytes);
+            const uint32_t words[] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                units[i] = Reader<RecordId::WindowFp8>::read(from, i, lane, warp / 8);
+                units[i] = {Reader<RecordId::WindowFp8>::codes(from, i, lane, warp / 8), words[i]};
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -110,9 +113,12 @@ struct Part {
         const int lane = fresh(this->lane), r = unit_record();
         if (in_window(tile)) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                Reader<RecordId::WindowFp8>::write(units[i], lane, warp / 8, r,
-                                                   kv[kGroupPanels * i][0]);
+            for (int i = 0; i < 4; ++i) {
+                using Window = Reader<RecordId::WindowFp8>;
+                const Codes unit = {units[i].codes,
+                                    units[i].scales >> Window::scale_bit(lane, warp / 8) & 0xff};
+                Window::write(unit, lane, warp / 8, r, kv[kGroupPanels * i][0]);
+            }
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
