@@ -210,7 +210,6 @@ struct Copies : Part<kHeads, Shared<kHeads>> {
     __device__ __forceinline__ void start(Query<kHeads>& query) {
         const int32_t* const slots[] = {slot_of(0), slot_of(1), slot_of(2)};
         this->prefetch();
-        cluster_wait();  // the barriers of all CTAs are ready
         wait_for_previous();
         const int32_t first_slot = this->load_slot(slots[0]);
         second_slot = this->load_slot(slots[1]);

@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     cluster_arrive_relaxed();
     typename Worker::Loaded loaded;
     worker.start(loaded);
+    cluster_wait();  // the barriers of all CTAs are ready
     const float* cos_sin = derotation(p, row);
     worker.run(loaded);
     worker.finish(cos_sin);

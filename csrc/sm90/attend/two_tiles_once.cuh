@@ -52,7 +52,6 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
         prefetch();
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) prefetch_window_unit(t, slots[t]);
-        cluster_wait();  // the barriers of all CTAs are ready
         wait_for_previous();
         int32_t slot[kTiles];
 #pragma unroll

@@ -95,7 +95,6 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         const int32_t* const slots[] = {slot_of_unit(0), slot_of(1), slot_of(2)};
         prefetch();
         prefetch_window_unit(0, slots[0]);
-        cluster_wait();  // the barriers of all CTAs are ready
         wait_for_previous();
         const int32_t first_slot = load_slot(slots[0]), second_slot = load_slot(slots[1]);
         next_slot = load_slot(slots[2]);
