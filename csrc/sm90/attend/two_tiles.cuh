@@ -45,7 +45,7 @@ struct Shared<32> {
     float levels[kMostPieces][kHeads];
     alignas(8) uint8_t present[4][kCopiers];   // a bit per record, of tiles in turns
     cutlass::arch::ClusterBarrier arrived[2];  // the first tile, the others
-    cutlass::arch::ClusterTransactionBarrier levels_there, received;
+    cutlass::arch::ClusterTransactionBarrier levels_there, received[kGroups];
     cutlass::arch::ClusterBarrier added;  // a tile, to the output of all warps
 
     // What this CTA adds up, from when the logits of the last tile are known.
@@ -66,7 +66,7 @@ struct Shared<64> {
     float levels[kMostPieces][kHeads];
     alignas(8) uint8_t present[4][kTile / 8];
     cutlass::arch::ClusterTransactionBarrier arrived;  // tiles after the first
-    cutlass::arch::ClusterTransactionBarrier levels_there, received;
+    cutlass::arch::ClusterTransactionBarrier levels_there, received[kGroups];
     cutlass::arch::ClusterBarrier added;
 
     __device__ uint8_t* inbox() { return kv[1][0][0]; }

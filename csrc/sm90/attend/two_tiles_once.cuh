@@ -20,7 +20,7 @@ struct SharedOnce {
     float sink[kHeads];
     float levels[kMostPieces][kHeads];   // as in Shared
     uint8_t present[kTiles][kTile / 8];  // a bit per record
-    cutlass::arch::ClusterTransactionBarrier levels_there, received;
+    cutlass::arch::ClusterTransactionBarrier levels_there, received[kGroups];
 
     // What this CTA adds up, from when the logits have been read.
     __device__ uint8_t* inbox() { return q[0][0]; }

@@ -24,17 +24,25 @@ struct Sharing : Rows {
     static constexpr int kVectorBytes = 32 * sizeof(uint4);
     static constexpr int kSentBytes = kSentVectors * kVectorBytes;
     static constexpr int kUnits = kHeads * kHeadDim / (4 * kVectors * 32) / kWarps;
+    static constexpr int kTurn = 1;  // barriers of warpgroups that send one after the other
     static constexpr int kRoundedBytes = 4 * kVectors * 32 * sizeof(uint16_t);
 
     using Base::Base;
 
     // Before the peers hear of this CTA.
     __device__ void expect() {
-        const int units = (kUnits * kWarps - piece + plan.pieces - 1) / plan.pieces;
         shared.levels_there.init(1);
         shared.levels_there.arrive_and_expect_tx(plan.pieces * sizeof shared.levels[0]);
-        shared.received.init(1);
-        shared.received.arrive_and_expect_tx(units * (plan.pieces - 1) * kSentBytes);
+        int before = 0;  // of this CTA's units
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            int units, rest;
+            plan.by_pieces(units, rest, (g + 1) * kUnits * 4 + plan.pieces - 1 - piece);
+            shared.received[g].init(1);
+            shared.received[g].arrive_and_expect_tx((units - before) * (plan.pieces - 1) *
+                                                    kSentBytes);
+            before = units;
+        }
     }
 
     // Tells the CTAs `to`, `to` + step .. the level of a head, which all tiles are in.
@@ -114,11 +122,14 @@ struct Sharing : Rows {
         plan.by_pieces(at, first, warp * kUnits);
         const uint8_t* const inbox = shared.inbox();
         int owner = first, place = at * pieces + piece;
+        // One warpgroup after the other: what the first has received is added while others send.
+        const int group = warp / 4;
+        if (group > 0) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, kTurn + group);
 #pragma unroll
         for (int j = 0; j < kUnits; ++j) {
             if (owner != piece) {
                 const uint32_t to = peer_address(inbox + place * kSentBytes, owner);
-                const uint32_t there = peer_address(&shared.received, owner);
+                const uint32_t there = peer_address(&shared.received[group], owner);
                 uint4 sent[kSentVectors];
                 pack(out, j, sent);
 #pragma unroll
@@ -127,7 +138,9 @@ struct Sharing : Rows {
             }
             if (++owner == pieces) owner = 0, place += pieces;
         }
-        shared.received.wait(0);
+        if (group + 1 < kGroups)
+            cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kTurn + group + 1);
+        shared.received[group].wait(0);
         // BF16, eight dims of a head behind each other, and from there to memory.
         uint8_t* const rounded = shared.kv[0][0][0] + warp * kUnits * kRoundedBytes;
         uint8_t* to = rounded;
