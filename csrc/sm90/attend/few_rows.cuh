@@ -88,6 +88,12 @@ struct Query {
                     __ldg(reinterpret_cast<const uint4*>(from + i * kEach * p.q.head_stride));
         }
     }
+    __device__ __forceinline__ void negate() {
+#pragma unroll
+        for (uint4& unit : units)
+            unit = make_uint4(unit.x ^ 0x80008000u, unit.y ^ 0x80008000u, unit.z ^ 0x80008000u,
+                              unit.w ^ 0x80008000u);
+    }
     template <class Shared>
     __device__ __forceinline__ void store(Shared& shared) const {
         const int unit = threadIdx.x % kUnits;
@@ -175,6 +181,8 @@ struct Reader<RecordId::MainFp4> {
     static constexpr Record kRecord = kMain;
     static_assert(kRecord.group == 16, "two scales a unit");
     static constexpr int kSteps = 2;  // of 8 records a warp, all four units of each
+
+    static constexpr int kTileBytes = kTile * kRecord.bytes() + kTile / 4 * 16;
 
     // 16 bytes on after every four: 8 records' units lie in 8 groups of banks.
     static __device__ __forceinline__ int place(int row) {

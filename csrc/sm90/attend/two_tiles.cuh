@@ -65,9 +65,10 @@ struct Shared<64> {
     float sink[kHeads];
     float levels[kMostPieces][kHeads];
     alignas(8) uint8_t present[4][kTile / 8];
-    cutlass::arch::ClusterTransactionBarrier arrived;  // tiles after the first
+    cutlass::arch::ClusterTransactionBarrier arrived[2];  // even tiles after the first, odd tiles
     cutlass::arch::ClusterTransactionBarrier levels_there, received[kGroups];
     cutlass::arch::ClusterBarrier added;
+    cutlass::arch::ClusterBarrier held;  // half of the query, in registers
 
     __device__ uint8_t* inbox() { return kv[1][0][0]; }
 };

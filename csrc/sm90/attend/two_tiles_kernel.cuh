@@ -5,7 +5,7 @@
 // other their outputs. Addresses are found while the kernel in front ends. Per tile of 64 records:
 //
 //   64 heads, warpgroup 0   logits (t + 1) | weights | barrier | values
-//             1-3           codes of t + 2, copies of t + 3, dequantise t + 2 | barrier | values
+//             1-3           copies of t + 3, dequantise t + 2 | barrier | values
 //   32 heads, warpgroup 0   logits | barrier | weights, by all | barrier | values
 //             1-3           dequantise t + 1 | barrier ..
 //

@@ -2,10 +2,16 @@
 //
 // Heads are on M of both products, so that a quad of lanes has the logits of a head: one warpgroup
 // multiplies and finds the weights in its registers while the others dequantise the next tile but
-// one. Codes of that are in registers before the products end, and copies behind them on their way.
+// one. It holds half of the query in registers, which the others leave to it: in that half's place
+// records of every other tile arrive, so that the copies of two tiles are on their way.
 #pragma once
 
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/copy_sm90.hpp>
+
 #include "sm90/attend/two_tiles_share.cuh"
+#include "sm90/common/mma.h"
 
 namespace flash_csa::sm90::few_rows::two_tiles {
 
@@ -13,7 +19,11 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     static constexpr int kHeads = 64;
     // A maximum may lag behind by this much (log2), so that hardly anything is ever rescaled.
     static constexpr float kSlack = 8.f;
-    static constexpr int kRecordsRead = 1;      // barrier of the warpgroups that dequantise
+    // Of a thread, while the first warpgroup multiplies.
+    static constexpr int kRegisters = 65536 / kThreads, kMultiplierRegisters = 200,
+                         kMakerRegisters = 104;
+    static_assert(kMultiplierRegisters + 3 * kMakerRegisters <= 4 * kRegisters);
+    static constexpr float kLeastScale = 1e-30f;
     static constexpr int kMakers = kWarps - 4;  // warps that do
     // The last of them start copies, as they have fewer units.
     static constexpr int kCopiers = Shared::kCopiers, kFirstCopier = kWarps - kCopiers;
@@ -41,7 +51,8 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     using Sharing::Sharing;
 
     __device__ void init() const {
-        shared.arrived.init(kCopiers);
+        for (auto& barrier : shared.arrived) barrier.init(kCopiers);
+        shared.held.init(kWarpgroup);
         shared.added.init(kThreads);
     }
 
@@ -56,6 +67,12 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         return Part::slot_of(tile, entry_of(tile), copies() && lane < kRecords);
     }
 
+    // Records of tiles after the first, as they are in memory, in two places in turns.
+    __device__ uint8_t* raw(int32_t tile) const { return tile & 1 ? shared.raw : shared.q[0][0]; }
+    __device__ auto& arrived(int32_t tile) const { return shared.arrived[tile & 1]; }
+    __device__ __forceinline__ void wait_for_records(int32_t tile) const {
+        arrived(tile).wait((tile - 1) / 2 & 1);
+    }
     // Starts the copies of a tile after the first; for what is not there, of another record.
     __device__ __forceinline__ void start_tile(int32_t tile, int32_t slot) const {
         if (!copies()) return;
@@ -66,13 +83,13 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         const int32_t other = __shfl_sync(~0u, slot, __ffs(present) - 1);
         const uint64_t from = reinterpret_cast<uint64_t>(places.row(there ? slot : other));
         const int first = (warp - kFirstCopier) * kRecords;
-        uint8_t* to = shared.raw + (in_window(tile) ? Window::place(first) : Main::place(first));
+        uint8_t* to = raw(tile) + (in_window(tile) ? Window::place(first) : Main::place(first));
         const int gap = in_window(tile) ? 0 : Main::place(4) - 4 * places.bytes;
         const bool elected = cute::elect_one_sync();
         if (elected) {
             *reinterpret_cast<uint16_t*>(&shared.present[tile & 3][first / 8]) =
                 static_cast<uint16_t>(present);
-            shared.arrived.arrive_and_expect_tx(present == 0 ? 0 : kRecords * places.bytes);
+            arrived(tile).arrive_and_expect_tx(present == 0 ? 0 : kRecords * places.bytes);
         }
         if (present == 0) return;
 #pragma unroll
@@ -84,7 +101,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 cute::SM90_BULK_COPY_G2S::copy(reinterpret_cast<const void*>(records[j]),
-                                               reinterpret_cast<uint64_t*>(&shared.arrived),
+                                               reinterpret_cast<uint64_t*>(&arrived(tile)),
                                                to + (i + j) * places.bytes + i / 4 * gap,
                                                places.bytes);
         }
@@ -113,12 +130,12 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         return shared.present[tile & 3][record / 8] >> record % 8 & 1;
     }
     __device__ __forceinline__ void read(int32_t tile, Made& made) const {
-        shared.arrived.wait((tile - 1) & 1);
+        wait_for_records(tile);
 #pragma unroll
         for (int i = 0; i < kEachUnits; ++i) {
             if (unit(i) >= kUnits) break;
             const int r = record(unit(i));
-            made[i] = Main::read(shared.raw + Main::place(r), unit(i) / (kTile / 8), lane, 0);
+            made[i] = Main::read(raw(tile) + Main::place(r), unit(i) / (kTile / 8), lane, 0);
             if (!is_present(tile, r)) made[i] = {};
         }
     }
@@ -132,7 +149,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     }
     // A second tile of the window, as it comes.
     __device__ __forceinline__ void make_window(int32_t tile) const {
-        shared.arrived.wait((tile - 1) & 1);
+        wait_for_records(tile);
 #pragma unroll 1
         for (int unit = warp - 4; unit < 2 * kUnits; unit += kMakers) {
             const int r = record(unit), panel = unit / (kTile / 8);
@@ -140,9 +157,6 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             if (!is_present(tile, r)) codes = {};
             Window::write(codes, lane, panel % 2, r, kv_of(tile)[panel / 2 * kGroupPanels][0]);
         }
-    }
-    __device__ void all_read() const {
-        cutlass::arch::NamedBarrier::sync(kThreads - kWarpgroup, kRecordsRead);
     }
     // All warps have added a tile's values.
     __device__ __forceinline__ void wait_for_values(int32_t tile) const {
@@ -153,22 +167,38 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 
     __device__ int head() const { return 16 * (warp % 4) + lane / 4; }
 
-    // d: of head() and of 8 neighbouring records j, those from 2 (lane % 4) on, as in `out`.
-    __device__ __forceinline__ void start_logits(int32_t tile, float (&d)[32]) const {
-        const uint64_t q = fresh(k_major(shared.q)), kv = fresh(k_major(kv_of(tile)));
-        cute::warpgroup_arrive();
+    // The first half of the query, which is not read again for each tile: records come to its
+    // place.
+    static constexpr int kHeldPanels = kPanels / 2;
+    using Held = FragmentA[kHeldPanels * 4];
+    static_assert(Main::kTileBytes <= kHeldPanels * kHeads * kPanelRowBytes);
+    __device__ __forceinline__ void hold(Held& held) const {
+        const int row = 16 * warp + lane % 16;
 #pragma unroll
-        for (int k = 0; k < kHeadDim / 16; ++k)
+        for (int k = 0; k < kHeldPanels * 4; ++k)
+            load_matrices(shared.q[k / 4][0] + panel_offset(row, k % 4 * 2 + lane / 16), held[k]);
+        cutlass::arch::fence_view_async_shared();
+        shared.held.arrive();
+    }
+    // d: of head() and of 8 neighbouring records j, those from 2 (lane % 4) on, as in `out`.
+    __device__ __forceinline__ void start_logits(int32_t tile, const Held& held,
+                                                 float (&d)[32]) const {
+        const uint64_t q = fresh(k_major(shared.q[kHeldPanels]));
+        const uint64_t kv = fresh(k_major(kv_of(tile)));
+        cute::warpgroup_arrive();
+        // In turns: every other product reads half as much of the shared memory.
+#pragma unroll
+        for (int k = 0; k < kHeldPanels * 4; ++k) {
+            const int at = k / 4 * kPanelBytes + k % 4 * 32;
+            multiply_64x64(held[k], advance(kv, at), d, k > 0);
             multiply_64x64(advance(q, k / 4 * int{sizeof shared.q[0]} + k % 4 * 32),
-                           advance(kv, k / 4 * kPanelBytes + k % 4 * 32), d, k > 0);
+                           advance(kv, kHeldPanels * kPanelBytes + at), d, true);
+        }
         cute::warpgroup_commit_batch();
     }
 
     // Logits into weights; true where those of earlier tiles shrink.
-    __device__ __forceinline__ bool softmax(int32_t tile, float (&x)[32]) {
-        const float scale = p.softmax_scale * (kTileFactor * kLog2e);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) x[i] *= scale;
+    __device__ __forceinline__ bool softmax(int32_t tile, float scale, float (&x)[32]) {
         const uint2 there = *reinterpret_cast<const uint2*>(shared.present[tile & 3]);
         if ((there.x & there.y) != ~0u) {
 #pragma unroll
@@ -177,25 +207,30 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
                 if ((eight >> (i / 4 % 4 * 8 + i % 2) & 1) == 0) x[i] = -INFINITY;
             }
         }
+        float largest[2] = {x[0], x[2]};
+#pragma unroll
+        for (int i = 1; i < 32; ++i)
+            if (i != 2) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
+#pragma unroll
+        for (int h = 1; h < 4; h *= 2) {
+            const float other[2] = {__shfl_xor_sync(~0u, largest[0], h),
+                                    __shfl_xor_sync(~0u, largest[1], h)};
+            largest[0] = fmaxf(largest[0], other[0]);
+            largest[1] = fmaxf(largest[1], other[1]);
+        }
         bool shrinks = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float largest = x[2 * half];
-#pragma unroll
-            for (int i = 0; i < 32; ++i)
-                if (i / 2 % 2 == half) largest = fmaxf(largest, x[i]);
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
             // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
-            const float before = max[half];
-            if (largest > before + kSlack) max[half] = largest;
+            const float before = max[half], most = largest[half] * scale;
+            if (most > before + kSlack) max[half] = most;
             const float base = max[half] == -INFINITY ? 0.f : max[half];
             keep[half] = exp2_approx(before - base);
             shrinks |= keep[half] != 1.f;
             sum[half] *= keep[half];
 #pragma unroll
             for (int i = 0; i < 32; ++i)
-                if (i / 2 % 2 == half) x[i] = exp2_approx(x[i] - base);
+                if (i / 2 % 2 == half) x[i] = exp2_approx(__fmaf_rn(x[i], scale, -base));
         }
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
@@ -205,14 +240,19 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         return shrinks;
     }
 
+    // Of four 8 x 8 blocks (head, record) a lane addresses row lane % 8 of block lane / 8: heads
+    // from 0 or 8 on, then the same of the next 8 records.
     __device__ __forceinline__ void store_weights(const float (&x)[32]) const {
-        const int lane = fresh(this->lane), first = 16 * warp + lane / 4;
-        uint8_t* to = shared.p[0] + lane % 4 * 4;
+        const int lane = fresh(this->lane);
+        const int at = panel_offset(16 * warp + lane % 16, lane / 16);
 #pragma unroll
-        for (int i = 0; i < 32; i += 2)
-            *reinterpret_cast<uint32_t*>(to + panel_offset(first + i / 2 % 2 * 8, i / 4)) =
-                pack_bf16(x[i], x[i + 1]);
+        for (int k = 0; k < 4; ++k)
+            cute::SM90_U32x4_STSM_N::copy(
+                pack_bf16(x[8 * k], x[8 * k + 1]), pack_bf16(x[8 * k + 2], x[8 * k + 3]),
+                pack_bf16(x[8 * k + 4], x[8 * k + 5]), pack_bf16(x[8 * k + 6], x[8 * k + 7]),
+                *reinterpret_cast<cute::uint128_t*>(shared.p[0] + (at ^ 32 * k)));
         if (lane % 4 != 0) return;
+        const int first = 16 * warp + lane / 4;
         shared.keep[first] = keep[0];
         shared.keep[first + 8] = keep[1];
     }
@@ -255,7 +295,8 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     }
 
     // The first tile, by all, and the query.
-    __device__ __forceinline__ void make_first(const Loaded& loaded) {
+    __device__ __forceinline__ void make_first(Loaded& loaded) {
+        if (p.softmax_scale < 0.f) loaded.query.negate();
         loaded.query.store(shared);
         write_units(0, loaded.units, kv_of(0));
         cutlass::arch::fence_view_async_shared();
@@ -273,15 +314,19 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 
     // The first warpgroup: values of a tile, logits and weights of the next.
     __device__ __forceinline__ void multiply() {
+        const float scale = fmaxf(fabsf(p.softmax_scale), kLeastScale) * (kTileFactor * kLog2e);
+        cutlass::arch::warpgroup_reg_alloc<kMultiplierRegisters>();
+        Held held;
+        hold(held);
         float x[32];
         fence_registers(x);
-        start_logits(0, x);
+        start_logits(0, held, x);
 #pragma unroll 1
         for (int32_t tile = 0;; ++tile) {
             const bool last = tile + 1 == end;
             cute::warpgroup_wait<0>();
             fence_registers(x);
-            const bool shrinks = softmax(tile, x);
+            const bool shrinks = softmax(tile, scale, x);
             wait_for_values(tile - 1);  // which read the weights before
             meet_window(tile);
             store_weights(x);
@@ -291,7 +336,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             if (last) break;
             fence_registers(x);
             start_values(tile);
-            start_logits(tile + 1, x);
+            start_logits(tile + 1, held, x);
             cute::warpgroup_wait<1>();
             fence_registers(out);
             shared.added.arrive();
@@ -300,19 +345,24 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         find_factors();
         cute::warpgroup_wait<0>();
         fence_registers(out);
+        cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
     }
 
-    // The others: values of a tile, and beside them the codes of the one behind the next.
+    // The others: values of a tile, and beside them copies of the third behind it; then the second.
     __device__ __forceinline__ void make() {
+        cutlass::arch::warpgroup_reg_dealloc<kMakerRegisters>();
+        if (copies()) {
+            shared.held.wait(0);
+            start_next(2);
+        }
         Made made;
         if (end > 1) {
-            if (in_window(1))
+            if (in_window(1)) {
                 make_window(1);
-            else
+            } else {
                 read(1, made);
-            all_read();
-            start_next(2);
-            if (!in_window(1)) write(1, made);
+                write(1, made);
+            }
             cutlass::arch::fence_view_async_shared();
         }
         meet_window(0);
@@ -320,18 +370,17 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         for (int32_t tile = 0; tile < end; ++tile) {
             meet(tile, false);
             start_values(tile);
-            const bool makes = tile + 2 < end;
-            if (makes) read(tile + 2, made);
+            start_next(tile + 3);  // where the next tile's were
             cute::warpgroup_wait<0>();
             fence_registers(out);
             if (tile + 1 < end) shared.added.arrive();
-            if (!makes) continue;
-            all_read();
-            start_next(tile + 3);
+            if (tile + 2 >= end) continue;
+            read(tile + 2, made);
             wait_for_values(tile);  // they were in the same place
             write(tile + 2, made);
             cutlass::arch::fence_view_async_shared();
         }
+        cutlass::arch::warpgroup_reg_alloc<kRegisters>();
     }
     __device__ __forceinline__ void start_next(int32_t tile) {
         if (tile >= end) return;
@@ -339,7 +388,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         next_slot = load_slot(slot_of(tile + 1));
     }
 
-    __device__ __forceinline__ void run(const Loaded& loaded) {
+    __device__ __forceinline__ void run(Loaded& loaded) {
         make_first(loaded);
 #pragma unroll
         for (float& x : out) x = 0.f;  // not before: the query has the registers

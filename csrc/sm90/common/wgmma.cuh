@@ -73,10 +73,16 @@ __device__ __forceinline__ uint64_t fresh(uint64_t operand) {
 // Sixteen bits of K in registers: an accumulator's fragment, rounded.
 using FragmentA = uint32_t[4];
 
-// d [64, 64] (+)= a [64, 16] . b [64, 16]^T, both K-major.
+// d [64, 64] (+)= a [64, 16] . b [64, 16]^T, both K-major; a in shared memory or registers.
 __device__ __forceinline__ void multiply_64x64(uint64_t a, uint64_t b, float (&d)[32],
                                                bool accumulate) {
     using Atom = detail::gmma::MMA_64x64x16_F32BF16BF16_SS<detail::Major::K, detail::Major::K>;
+    detail::multiply<Atom>(a, b, d, accumulate, std::make_index_sequence<32>{});
+}
+
+__device__ __forceinline__ void multiply_64x64(const FragmentA& a, uint64_t b, float (&d)[32],
+                                               bool accumulate) {
+    using Atom = detail::gmma::MMA_64x64x16_F32BF16BF16_RS<detail::Major::K, detail::Major::K>;
     detail::multiply<Atom>(a, b, d, accumulate, std::make_index_sequence<32>{});
 }
 
