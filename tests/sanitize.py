@@ -25,6 +25,7 @@ REFUSALS = ("Device not supported", "not supported on", "Unable to find", "Libra
 OPS = ("compress*", "attend*", "index_scores*", "index_select*", "[!cai]*")  # of a process
 SEVENTY = {"start": tuple(range(70)), "rows": (1,) * 70, "pages": 9}  # more rows than half the SMs
 ONLY_ROW = {"start": (1000,), "rows": (1,), "padding": 0, "pages": 126}
+FEW_ROWS = {"start": (700, 3, 260, 90), "rows": (1,) * 4, "pages": 90}  # that share no keys
 SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
     ({}, "*"),  # the table's own
     ({"start": (0,), "rows": (17,), "padding": 48, "pages": 3}, "*"),  # a chunk
@@ -36,6 +37,8 @@ SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
     ({"index_heads": 64}, "index_*"),
     (ONLY_ROW, "index_*"),
     (ONLY_ROW | {"index_heads": 32}, "index_*"),
+    (FEW_ROWS | {"index_heads": 32}, "index_s*"),  # index_scores, index_select
+    (FEW_ROWS | {"index_heads": 64}, "index_s*"),
     ({"heads": 64}, "attend-*"),
     ({"start": tuple(range(31)), "rows": (1,) * 31, "pages": 5, "heads": 64}, "attend-*"),
     (SEVENTY | {"heads": 8}, "attend-*"),

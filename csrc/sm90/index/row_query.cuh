@@ -14,18 +14,24 @@ constexpr uint32_t kKeyOffset = 0x40404040u;
 // Exponents of a key differ by at most this: 64 - 12 * 2^2 > 0 and 64 + 12 * 2^2 < 128.
 constexpr int32_t kMaxRowFold = 2;
 
-// Bytes 64 + v and 64 - v for v = 0, 1, 2, 3 and 4, 6, 8, 12 half units times a power of two. No
-// top bit is set, so a permutation gives 0 where that of its selector is.
+// Bytes 64 + v and 64 - v for v = 0, 1, 2, 3 and 4, 6, 8, 12 half units times a power of two, the
+// latter from the last to the first: a complement selects them. No top bit is set, so a permutation
+// gives 0 where that of its selector is.
 struct alignas(16) OffsetUnits {
     uint32_t plus_low, plus_high, minus_low, minus_high;
 
     __device__ __forceinline__ static OffsetUnits of(uint32_t shift) {
-        const uint32_t low = 0x03020100u << shift, high = 0x0c080604u << shift;
-        return {kKeyOffset + low, kKeyOffset + high, kKeyOffset - low, kKeyOffset - high};
+        return {kKeyOffset + (0x03020100u << shift), kKeyOffset + (0x0c080604u << shift),
+                kKeyOffset - (0x0406080cu << shift), kKeyOffset - (0x00010203u << shift)};
     }
-    // Four codes in the low 16 bits, and the same with their signs changed.
+    // Four codes in the low 16 bits, and their complements.
     __device__ __forceinline__ uint32_t bytes(uint32_t codes, uint32_t opposite) const {
         return permute(plus_low, plus_high, codes) + permute(minus_low, minus_high, opposite);
+    }
+    // Eight codes. Dots of two halves shift and complement: their pipe is not that of permutations.
+    __device__ __forceinline__ IntegerWord word(uint32_t codes) const {
+        return {bytes(codes, dot_halves(codes, 0x00ffu, ~0u)),
+                bytes(dot_halves(codes, 0x0100u, 0), dot_halves(codes, 0xff00u, ~0u))};
     }
 };
 
@@ -51,16 +57,13 @@ struct RowHead {
         return is_plain_query(range) && is_plain_weight(weight) &&
                range.high - range.low <= kMaxIntegerFold;
     }
-    __device__ __forceinline__ void convert(int32_t group,
-                                            IntegerWord (&units)[kFoldedSteps]) const {
+    __device__ __forceinline__ HalfUnits table(int32_t group) const {
         const int32_t shift = scale_byte(scales, group) - scale_range(scales).low;
-        const HalfUnits table(min(shift, kMaxIntegerFold));
+        return HalfUnits(min(shift, kMaxIntegerFold));
+    }
+    __device__ __forceinline__ IntegerWord convert(int step, const HalfUnits& table) const {
         const uint32_t words[kFoldedSteps] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-        for (int i = 0; i < kFoldedSteps; ++i) {
-            units[i] =
-                signed_units(positive_units(words[i], table), negative_units(words[i], table));
-        }
+        return signed_units(positive_units(words[step], table), negative_units(words[step], table));
     }
     __device__ __forceinline__ float folded_weight() const {
         const int32_t exponent = scale_range(scales).low + kFoldedWeightExponent;
@@ -74,17 +77,22 @@ struct RowTile {
     alignas(1024) uint8_t units[kHeads * kQueryBytes];
     alignas(1024) uint8_t offsets[kHeads * kQueryBytes];
     float weights[kHeads];
+    alignas(128) uint32_t zeros[32];  // eight keys of 0 as A, 16 bytes each: all of them, repeated
+    int32_t row;
+    uint32_t folds;  // a byte 1 of each warp whose part folds
+
+    static constexpr uint32_t kAllFold = 0x01010101u;
 
     // A thread puts group `group` of head `head`; true where that can be.
     __device__ __forceinline__ bool put(const RowHead& from, int32_t head, int32_t group) {
-        IntegerWord words[kFoldedSteps];
-        from.convert(group, words);
+        const HalfUnits table = from.table(group);
         int32_t sum = 0;
 #pragma unroll
         for (int i = 0; i < kFoldedSteps; ++i) {
-            QueryTile::put_units(units, head, group, i, words[i]);
-            sum = __dp4a(static_cast<int32_t>(words[i].low), 0x01010101, sum);
-            sum = __dp4a(static_cast<int32_t>(words[i].high), 0x01010101, sum);
+            const IntegerWord word = from.convert(i, table);
+            QueryTile::put_units(units, head, group, i, word);
+            sum = __dp4a(static_cast<int32_t>(word.low), 0x01010101, sum);
+            sum = __dp4a(static_cast<int32_t>(word.high), 0x01010101, sum);
         }
         // Eight bytes whose sum is -sum.
         const int32_t each = -sum >> 3, more = -sum & 7;

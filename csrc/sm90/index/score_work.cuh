@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "core/columns.h"
+#include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -55,7 +56,8 @@ __device__ __forceinline__ bool starts_group(const BatchView& batch, int32_t row
 // The group of one row. Its loads do not wait for each other.
 __device__ __forceinline__ Segment group_of(const IndexScoresParams& p, int32_t row) {
     const int32_t request = p.batch.row_request[row], position = p.batch.positions[row];
-    const int64_t capacity = int64_t{p.block_table.columns} * p.index.page_size;
+    // Fresh, so that no loop holds it in registers.
+    const int64_t capacity = int64_t{p.block_table.columns} * fresh(p.index.page_size);
     Segment group = {request, row, 1, 0, 0, 0};
     if (request >= 0 && request < p.batch.requests) {
         group.count = visible_count(position, p.ratio, p.strict, min(capacity, p.columns));
