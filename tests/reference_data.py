@@ -65,3 +65,9 @@ def v4_like(ratio: int, tokens: int) -> tuple[Compressor, torch.Tensor, torch.Te
 def layer_rows(archive: dict, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = tensor(archive, "rows").long()
     return rows, step.visible_entries(rows, RATIOS[layer])
+
+
+def sqrt_fp32(x: torch.Tensor) -> torch.Tensor:
+    """The FP32 square root, rounded once. PyTorch's own comes from the MKL, which misses it by a
+    last bit on some processors."""
+    return x.double().sqrt().float()

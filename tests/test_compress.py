@@ -29,7 +29,7 @@ from flash_csa.reference.compress import Compressor, hadamard
 from flash_csa.reference.rope import rotate
 from golden import bf16
 from golden import load as golden
-from reference_data import assert_ulp
+from reference_data import assert_ulp, sqrt_fp32
 
 
 def norm_fp32(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,7 +41,7 @@ def norm_fp32(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
-    factor = 1 / (lanes / x.shape[-1] + eps).sqrt()
+    factor = 1 / sqrt_fp32(lanes / x.shape[-1] + eps)
     return (x.float() * factor * weight).bfloat16()
 
 

@@ -12,6 +12,7 @@ from flash_csa.reference.rope import cos_sin_table, rotate
 from golden import bf16
 from golden import load as golden
 from page_views import POISON, guarded_pages
+from reference_data import sqrt_fp32
 
 RECORD_NAMES = list(RECORDS)
 PAGE_SIZES = (1, 2, 61, 64, 256)
@@ -371,7 +372,7 @@ def rms_fp32(x: torch.Tensor, eps: float) -> torch.Tensor:
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
-    return (x.float() * (1 / (lanes / x.shape[-1] + eps).sqrt())).bfloat16()
+    return (x.float() * (1 / sqrt_fp32(lanes / x.shape[-1] + eps))).bfloat16()
 
 
 def rope_case(rows: int, heads: int, max_pos: int = 4096):
