@@ -116,4 +116,13 @@ MUTANTS = (
         "one for the window, one for the selection",
         "Sink really used",
     ),
+    Mutant(
+        1615,
+        "attend",
+        "both blocks of a pair convert the first half of a tile",
+        "sm90/attend/many_heads.cuh",
+        "return kPair ? first + static_cast<int>(blockIdx.x % 2) * (kAttendTile / 2) : first;",
+        "return first;",
+        "a warp's share is halved, and its place forgotten",
+    ),
 )
