@@ -258,7 +258,7 @@ class Candidates {
         const int32_t total = find_bin<kOwn>(sum, wanted, get);
         return total < wanted ? 0 : static_cast<uint32_t>(s_.bin) << kSampleShift;
     }
-    static constexpr int kSampleShift = kCluster ? 19 : 20;  // of a key, to a bin of the sample
+    static constexpr int kSampleShift = 19;  // of a key, to a bin of the sample
 
     const Share<kLine> share_;
     const int32_t k_;

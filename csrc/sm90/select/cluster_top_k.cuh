@@ -64,7 +64,7 @@ class ClusterTopK : Candidates<kCluster, Source::kLine> {
     __device__ int32_t run(float4 (&units)[kUnits], const Sink& sink) {
         const bool whole = span() <= kChunk;
         if constexpr (kOnce) {
-            if (whole) {
+            if (whole && (kCluster || span() > kStripe)) {
                 const int32_t total = run_once(units, sink);
                 if (total >= 0) return total;
                 load(units);

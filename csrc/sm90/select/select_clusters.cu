@@ -22,7 +22,8 @@
 namespace flash_csa::sm90 {
 namespace {
 
-constexpr int32_t kLeastColumns = 4096;  // of a block: below, a larger cluster only waits longer
+// Of a block: below, a larger cluster only waits longer. A unit of each thread.
+constexpr int32_t kLeastColumns = 4096, kLeastOfMaxima = kPoolBlock * kStripe;
 constexpr int64_t kMostColumns = int64_t{1} << 30;  // ids a chunk further on do not overflow
 
 struct Shared {
@@ -182,7 +183,8 @@ cudaError_t launch_rows(const SelectParams& p, const Matrix<const float>& maxima
     constexpr auto kernel = select_clusters_kernel<true, kAmong>;
     const int64_t clusters = int64_t{p.batch.rows} * (kAmong == Among::EntryOrBlockMaxima ? 2 : 1);
     int32_t size = cluster_size_for<kernel>(clusters, kClusterThreads, kSharedBytes<true>);
-    while (size > 1 && p.columns / size < kLeastColumns) size /= 2;
+    const int32_t least = by_maxima(kAmong) ? kLeastOfMaxima : kLeastColumns;
+    while (size > 1 && p.columns / size < least) size /= 2;
     if (size == 1) {
         return launch_after(select_clusters_kernel<false, kAmong>, blocks_for(clusters, 1),
                             kClusterThreads, kSharedBytes<false>, stream, p, maxima, page_shift, 0);
