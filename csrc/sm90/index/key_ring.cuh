@@ -75,17 +75,16 @@ struct KeyRing {
 
 struct RingPosition {
     int32_t num_stages;
-    uint32_t place = 0;  // the stage, and above it the phase: one register
+    int32_t stage = 0;
+    uint32_t phase = 0;
 
-    __device__ __forceinline__ int32_t stage() const { return place & kStageBits; }
-    __device__ __forceinline__ uint32_t phase() const { return place / (kStageBits + 1); }
     __device__ __forceinline__ void advance(int32_t steps) {  // at most num_stages
-        place += steps;
-        if (stage() >= num_stages) place = (place - num_stages) ^ (kStageBits + 1);
+        stage += steps;
+        if (stage >= num_stages) {
+            stage -= num_stages;
+            phase ^= 1;
+        }
     }
-
-  private:
-    static constexpr uint32_t kStageBits = 0xffff;
 };
 
 using UnitTurn = Turn<RingPosition>;
@@ -119,9 +118,9 @@ class Copier {
         const int32_t piece = index.page_size * (kKeyBytes + kScaleBytes);
         const uint32_t pages = __popc(__ballot_sync(~0u, copies));
         const uint32_t present = __reduce_or_sync(~0u, copies ? eighths_ : 0);
-        KeyStage& stage = ring.stages[at.stage()];
-        Barrier& full = ring.full[at.stage()];
-        ring.empty[at.stage()].wait(at.phase() ^ 1);
+        KeyStage& stage = ring.stages[at.stage];
+        Barrier& full = ring.full[at.stage];
+        ring.empty[at.stage].wait(at.phase ^ 1);
         if (threadIdx.x % 32 == 0) {
             stage.present = present;
             full.arrive_and_expect_tx(pages * piece);
@@ -177,8 +176,8 @@ __device__ __forceinline__ void prepare_scales(const Pieces& pieces, const Segme
                                                const RingPosition& at) {
     constexpr int kLaneKeys = 4, kSteps = kUnitKeys / (32 * kLaneKeys);
     const int32_t lane = threadIdx.x % 32;
-    KeyStage& stage = ring.stages[at.stage()];
-    ring.full[at.stage()].wait(at.phase());
+    KeyStage& stage = ring.stages[at.stage];
+    ring.full[at.stage].wait(at.phase);
     const uint32_t present = stage.present;
     const int32_t visible = segment.count - unit * kUnitKeys;
     uint32_t odd = 0, spread = 0;  // bits that are set where a key is not plain, does not fold
@@ -211,7 +210,7 @@ __device__ __forceinline__ void prepare_scales(const Pieces& pieces, const Segme
         stage.folds = folds;
     }
     __syncwarp();
-    ring.ready[at.stage()].arrive();
+    ring.ready[at.stage].arrive();
 }
 
 // ---- Feeder

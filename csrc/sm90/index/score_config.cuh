@@ -41,12 +41,6 @@ constexpr int32_t kMaxStages = 12;
 constexpr int32_t kMaxGroupRows = 128;
 constexpr int32_t kQueryTile = 128 << 10;  // bytes of query codes: the ring keeps 4 stages
 
-// The pass of a warp of consumers. In shared memory: registers are scarce in a pass.
-struct PassTurn {
-    RingPosition at;  // in passes
-    int32_t pass;     // of the segment; between segments how many come before the next
-};
-
 // Dynamic shared memory: what has a size of its own, then [query codes | weights | stages].
 template <class Config>
 struct ScoreFixed {
@@ -54,7 +48,6 @@ struct ScoreFixed {
     int32_t counts[kMaxGroupRows];  // columns of the segment's rows
     uint32_t plain[kMaxGroupRows];
     uint32_t folds;
-    PassTurn turns[Config::kConsumers / 32];  // of a warp
     Barrier list_full, list_empty;  // of the work list: an arrival of each planner, of each thread
     Barrier full[kMaxStages], ready[kMaxStages], empty[kMaxStages];
     alignas(16) uint8_t sink[Config::Sink::kSharedBytes + 16];

@@ -40,20 +40,18 @@
 
 namespace flash_csa::sm90 {
 
-// All rows of the segment against the keys of a pass.
+// All rows of the segment against the keys of a pass, which are in the ring at `at`, in passes.
 template <class Config>
 __device__ __forceinline__ void score_pass(const IndexScoresParams& p, const Segment& segment,
-                                           const PassTurn& turn, const ScorePlan& plan,
+                                           int32_t pass, const ScorePlan& plan,
                                            const ScoreShared<Config>& shared,
-                                           typename Config::Sink& sink) {
+                                           const RingPosition& at, typename Config::Sink& sink) {
     const KeyRing& ring = shared.ring;
-    const auto stage_of = [&] { return static_cast<uint32_t>(turn.at.stage()) / kPasses; };
-    const uint32_t at_stage = stage_of();
+    const uint32_t at_stage = static_cast<uint32_t>(at.stage) / kPasses;
     const KeyStage& stage = ring.stages[at_stage];
-    const uint32_t pass = turn.pass;
-    const int32_t unit = pass / kPasses;
-    const PassKeys keys(stage, Pieces(p.index), unit, pass % kPasses);
-    ring.ready[at_stage].wait(turn.at.phase());  // whose feeder has waited for the copies
+    const int32_t unit = static_cast<uint32_t>(pass) / kPasses;
+    const PassKeys keys(stage, Pieces(p.index), unit, static_cast<uint32_t>(pass) % kPasses);
+    ring.ready[at_stage].wait(at.phase);  // whose feeder has waited for the copies
     if ((*shared.queries.folds & stage.folds) == 0) {
         score_groups<Config>(p, segment, plan, shared, keys, sink);
     } else if (segment.rows >= kQuadRows) {
@@ -67,7 +65,7 @@ __device__ __forceinline__ void score_pass(const IndexScoresParams& p, const Seg
     } else {
         score_folded<Config, false>(segment, plan, shared, keys, sink);
     }
-    ring.empty[stage_of()].arrive();
+    ring.empty[at_stage].arrive();
 }
 
 template <class Config>
@@ -97,28 +95,21 @@ __device__ __forceinline__ void load_segment(const IndexScoresParams& p, const S
     cutlass::arch::fence_view_async_shared();
 }
 
-// One thread of the consumers: a segment of the list.
+// One thread of the consumers: a segment.
 template <class Config>
-__device__ __forceinline__ void consume_segment(const IndexScoresParams& p, const Segment& listed,
-                                                const Segment& segment, const ScorePlan& plan,
-                                                const ScoreShared<Config>& shared, PassTurn& turn,
+__device__ __forceinline__ void consume_segment(const IndexScoresParams& p, const Segment& segment,
+                                                const ScorePlan& plan,
+                                                const ScoreShared<Config>& shared, UnitTurn& turn,
                                                 typename Config::Sink& sink) {
     load_segment<Config>(p, segment, plan, shared, sink);
     consumers_sync<Config>();
-    const auto set = [&](const PassTurn& next) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) turn = next;
-        __syncwarp();
-    };
-    set({turn.at, segment.begin * kPasses + turn.pass});
-    while (turn.pass < listed.end * kPasses) {
-        score_pass<Config>(p, segment, turn, plan, shared, sink);
-        PassTurn next = turn;
-        next.at.advance(Config::kGroups);
-        next.pass += Config::kGroups;
-        set(next);
+    const int32_t end = segment.end * kPasses;
+    int32_t pass = segment.begin * kPasses + turn.skip;
+    for (; pass < end; pass += turn.step) {
+        score_pass<Config>(p, segment, pass, plan, shared, turn.at, sink);
+        turn.at.advance(turn.step);
     }
-    set({turn.at, turn.pass - listed.end * kPasses});
+    turn.skip = pass - end;
     consumers_sync<Config>();
     sink.end(segment, threadIdx.x, Config::kConsumers);
 }
@@ -126,15 +117,14 @@ __device__ __forceinline__ void consume_segment(const IndexScoresParams& p, cons
 // All segments of the list.
 template <class Config>
 __device__ __forceinline__ void consume(const IndexScoresParams& p, const ScorePlan& plan,
-                                        const ScoreShared<Config>& shared, PassTurn& turn,
+                                        const ScoreShared<Config>& shared, UnitTurn& turn,
                                         typename Config::Sink& sink) {
     for (int32_t i = shared.fixed->work.first; i <= shared.fixed->work.last; ++i) {
-        const Segment& listed = shared.fixed->work.segments[i];
-        Segment segment = listed;
+        Segment segment = shared.fixed->work.segments[i];
         segment.rows = __shfl_sync(~0u, segment.rows, 0);  // known to be uniform: so are loops
         if (segment.begin == segment.end) continue;
         consumers_sync<Config>();  // the last segment's queries are read
-        consume_segment<Config>(p, listed, segment, plan, shared, turn, sink);
+        consume_segment<Config>(p, segment, plan, shared, turn, sink);
     }
 }
 
@@ -161,10 +151,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp < kFirstFeeder) {
         cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
         const RingPosition passes = {kPasses * plan.num_stages};
-        const UnitTurn first(passes, warp / 4, Config::kGroups);
-        PassTurn& turn = shared.fixed->turns[warp];
-        if (threadIdx.x % 32 == 0) turn = {first.at, first.skip};
-        __syncwarp();
+        UnitTurn turn(passes, warp / 4, Config::kGroups);
         typename Config::Sink sink(sink_params, shared.fixed->sink);
         for (uint32_t phase = 0;; phase ^= 1) {
             shared.fixed->list_full.wait(phase);
