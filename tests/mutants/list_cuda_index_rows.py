@@ -84,16 +84,6 @@ MUTANTS = (
         test="tests/test_index_rows.py",
     ),
     Mutant(
-        1461,
-        "index",
-        "a stage is waited for as in its first round",
-        "sm90/index/score_rows.cuh",
-        "own.keys.full[stage].wait(own.state >> 1 & 1);",
-        "own.keys.full[stage].wait(0);",
-        "runs of small batches are short",
-        test="tests/test_index_rows.py",
-    ),
-    Mutant(
         1462,
         "index",
         "dots keep what the offset adds",
