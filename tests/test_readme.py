@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import flash_csa as csa
 from flash_csa import validate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,13 +45,16 @@ def test_example_runs(capsys):
 
 
 def test_the_examples_tail_carries_what_it_says():
-    """Any cut gives the bytes of one call; without the tail the straddling entry is another one."""
+    """Any cut gives the bytes of one call; without the tail the straddling entry is not stored."""
     cut, whole = run_example(), run_example("1000, 501", "1000, 1000")
     bare = run_example(" tail=tail,")
     for pages in ("main", "index"):
         assert torch.equal(cut[pages].data, whole[pages].data)
     records = [names["main"].data.view(512, -1) for names in (bare, whole)]
     assert (records[0] != records[1]).any(1).nonzero().tolist() == [[250]]
+    slot = torch.tensor([250], dtype=torch.int32)
+    loaded = [csa.load(names[p], slot) for names in (bare, whole) for p in ("main", "index")]
+    assert [bool(values.any()) for values in loaded] == [False, False, True, True]
     with (
         validate.validation(),
         pytest.raises(ValueError, match=r"compress: tail\.rows must be given"),
