@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import flash_csa as csa
 from flash_csa import validate
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import cases, results  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -60,6 +64,18 @@ def test_the_examples_tail_carries_what_it_says():
         pytest.raises(ValueError, match=r"compress: tail\.rows must be given"),
     ):
         run_example(" tail=tail,")
+
+
+def test_the_rule_of_the_graphs_calls_is_the_benchs():
+    text = " ".join(README.split())
+    limits = f"{cases.WORKING_SET // 10**6} MB (four times the L2) or are {cases.MAX_INSTANCES}"
+    assert (
+        f"A graph has {cases.INSTANCES} calls; more of small ones, until they touch {limits};"
+        in text
+    )
+    rows = results.load(ROOT / "bench" / "results" / "h200.jsonl").values()
+    calls = {row["instances"] for row in rows if row["stage"]}
+    assert min(calls) >= 2 and max(calls) <= cases.MAX_INSTANCES and "fewer, 2 at least," in text
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make (\w+) ", README, re.M))
