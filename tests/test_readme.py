@@ -78,6 +78,14 @@ def test_the_rule_of_the_graphs_calls_is_the_benchs():
     assert min(calls) >= 2 and max(calls) <= cases.MAX_INSTANCES and "fewer, 2 at least," in text
 
 
+def test_a_missed_bar_is_shown():
+    render = runpy.run_path(str(ROOT / "docs" / "render.py"))
+    case = next(case for case in cases.CASES.values() if case.must == 2.0)
+    for ratio, shown in ((1.99, "2, missed"), (2.0, "2"), (None, "2")):
+        assert render["bar"]({"case": case.name, "ratio": ratio}) == shown
+    assert render["bar"]({"case": "ceiling.copy", "ratio": None}) == ""
+
+
 @pytest.mark.parametrize("target", re.findall(r"^make (\w+) ", README, re.M))
 def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
