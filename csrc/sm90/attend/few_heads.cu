@@ -43,8 +43,10 @@ __device__ __forceinline__ void start(Shared<kHeads>& shared) {
     } else if (thread == kGroupThreads) {
         for (int i = 0; i < kTiles; ++i) {
             shared.tile_full[i].init(kConvertGroups * kGroupThreads);
-            shared.tile_empty[i].init(kValueThreads<kHeads>);
+            for (int s = 0; s < kSpans; ++s)
+                shared.tile_empty[s][i].init(kValueThreads<kHeads> / kSpans);
             shared.weights_full[i].init(kGroupThreads);
+            shared.raised[i].init(kGroupThreads);
         }
         shared.logits_empty.init(kGroupThreads);
         shared.totals_full.init(32);
@@ -71,7 +73,7 @@ struct Registers<16> {
 };
 template <>
 struct Registers<32> {
-    static constexpr uint32_t kConvert = 80, kSoftmax = 72, kValues = 168, kCopy = 80;
+    static constexpr uint32_t kConvert = 88, kSoftmax = 72, kValues = 168, kCopy = 64;
 };
 template <int kHeads>
 inline constexpr uint32_t kLaunchRegisters = kHeads == 16 ? 80 : 96;

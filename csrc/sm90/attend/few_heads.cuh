@@ -63,36 +63,33 @@ inline constexpr int kPresentSets = 8;  // tiles that are somewhere between copi
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
-// The tiles of a row, window first. RowList, in fewer words.
+// The tiles of a row, window first. RowList, in few words.
 struct Tiles {
-    const int32_t* window_slots;
-    const int32_t* main_slots;
-    const int32_t* table;
+    int32_t row, request;
     int32_t window_records, main_records;
-    int32_t window, count;  // tiles
 
-    __device__ void start(const AttendParams& p, int64_t row) {
-        const RowList list = row_list(p, row);
-        window_slots = list.window_slots;
-        main_slots = list.main_slots;
-        table = list.table;
+    __device__ void start(const AttendParams& p, int32_t of_row) {
+        const RowList list = row_list(p, of_row);
+        row = of_row;
+        request = p.contiguous.data == nullptr ? 0 : p.contiguous_request[of_row];
         window_records = static_cast<int32_t>(list.window);
         main_records = static_cast<int32_t>(list.main);
-        window = static_cast<int32_t>((list.window + kTile - 1) / kTile);
-        count = window + static_cast<int32_t>((list.main + kTile - 1) / kTile);
     }
-    __device__ bool is_window(int32_t tile) const { return tile < window; }
+    __device__ int32_t window() const { return (window_records + kTile - 1) / kTile; }
+    __device__ int32_t count() const { return window() + (main_records + kTile - 1) / kTile; }
+    __device__ bool is_window(int32_t tile) const { return tile < window(); }
 
     // -1 beyond the lists. The pages are still to be asked.
-    __device__ int32_t slot(int32_t tile, int at, const cutlass::FastDivmod& page) const {
+    __device__ int32_t slot(const AttendParams& p, int32_t tile, int at,
+                            const cutlass::FastDivmod& page) const {
         const bool of_window = is_window(tile);
-        const int32_t entry = (of_window ? tile : tile - window) * kTile + at;
+        const int32_t entry = (of_window ? tile : tile - window()) * kTile + at;
         if (entry >= (of_window ? window_records : main_records)) return -1;
-        if (of_window) return window_slots[entry];
-        if (table == nullptr) return main_slots[entry];
+        if (of_window) return p.window.slots.row(row)[entry];
+        if (p.contiguous.data == nullptr) return p.main.slots.row(row)[entry];
         int column, offset;
         page(column, offset, entry);
-        const int64_t number = table[column];
+        const int64_t number = p.contiguous.row(request)[column];
         const int64_t slot = number < 0 ? -1 : number * page.divisor + offset;
         return slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
     }
@@ -213,8 +210,9 @@ struct Shared {
     int32_t tiles[kQueries], window[kQueries];  // of a row, and how many of them are window
     bool last;
     Barrier slot_full[kWarps][kSlots], slot_empty[kWarps][kSlots];
-    Barrier tile_full[kTiles], tile_empty[kTiles];
-    Barrier weights_full[kTiles];
+    Barrier tile_full[kTiles];
+    Barrier tile_empty[kSpans][kTiles];  // of what comes of one span of each converting group
+    Barrier weights_full[kTiles], raised[kTiles];
     Barrier logits_empty;
     Barrier totals_full, totals_empty;
     Barrier row_full[kQueries], row_empty[kQueries];
@@ -245,11 +243,12 @@ struct Run {
     Tiles tiles{};
     int32_t begin = 0, end = 0;
 
-    __device__ __forceinline__ void start(const AttendParams& p, const Plan& plan, int32_t item) {
+    __device__ __forceinline__ void start(const Tiles& of_row, const Plan& plan, int32_t item) {
         const int32_t piece = item % plan.splits;
-        tiles.start(p, item / plan.splits);
-        begin = static_cast<int32_t>(int64_t{tiles.count} * piece / plan.splits);
-        end = static_cast<int32_t>(int64_t{tiles.count} * (piece + 1) / plan.splits);
+        tiles = of_row;
+        const int64_t count = tiles.count();
+        begin = static_cast<int32_t>(count * piece / plan.splits);
+        end = static_cast<int32_t>(count * (piece + 1) / plan.splits);
     }
 };
 

@@ -4,6 +4,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "sm90/attend/few_heads.cuh"
+#include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90::few_heads {
 
@@ -43,8 +44,12 @@ struct Converter {
     __device__ __forceinline__ void work(int32_t items) {
         for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
             shared.row_full[query_at.at].wait(query_at.parity);
-            const int32_t tiles = shared.tiles[query_at.at], window = shared.window[query_at.at];
+            int32_t tiles = shared.tiles[query_at.at], window = shared.window[query_at.at];
             for (int32_t k = 0; k < tiles; ++k) {
+                if (kHeads == 32) {  // read again for each tile: registers are scarce
+                    tiles = shared.tiles[query_at.at];
+                    window = shared.window[query_at.at];
+                }
                 if (k < window)
                     convert<RecordId::WindowFp8>();
                 else
@@ -64,7 +69,7 @@ struct Converter {
     template <RecordId kId>
     __device__ __forceinline__ void convert() {
         using Read = Reader<kId>;
-        const int g = lane / 4, t = lane % 4;
+        const int of_lane = kHeads == 32 ? fresh(lane) : lane, g = of_lane / 4, t = of_lane % 4;
         const uint8_t* at[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -84,13 +89,14 @@ struct Converter {
         if constexpr (Read::kSlots == 1) {
             const Span<Read> low = read(0), high = read(1);
             release_slots<Read>();
-            shared.tile_empty[tile.at].wait(tile.parity ^ 1);
+            shared.tile_empty[0][tile.at].wait(tile.parity ^ 1);
             convert_span(low, 0, logits);
+            shared.tile_empty[1][tile.at].wait(tile.parity ^ 1);
             convert_span(high, 1, logits);
         } else {
-            shared.tile_empty[tile.at].wait(tile.parity ^ 1);
 #pragma unroll 1  // rarer, and longer: the instruction cache
             for (int s = 0; s < kSpans; ++s) {
+                shared.tile_empty[s][tile.at].wait(tile.parity ^ 1);
                 const Span<Read> span = read(s);
                 if (s == kSpans - 1) release_slots<Read>();
                 convert_span(span, s, logits);

@@ -3,6 +3,7 @@
 
 #include "sm90/attend/few_heads.cuh"
 #include "sm90/common/cp_async.cuh"
+#include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90::few_heads {
 
@@ -10,7 +11,7 @@ namespace flash_csa::sm90::few_heads {
 // lane of every fourth head the units of 8 dims (t, u) of one t and two u.
 template <int kHeads>
 struct QueryPart {
-    static constexpr int kCount = kHeads == 16 ? 8 : 4;
+    static constexpr int kCount = kHeads == 8 ? 4 : 8;
     static constexpr int kParts = kHeads / 2 / kCount;
     uint4 units[kCount];
 
@@ -54,81 +55,84 @@ struct Copier {
     Turn<kSlots<kHeads>> slot;
     Turn<kQueries<kHeads>> query_at;
     int present_set = 0;
-    Run run, next;
+    Run run;
+    Tiles next{};  // of the row after
     QueryPart<kHeads> query;
 
     // Slots of two tiles: lane 16 h + r has that of record r of the warp's of tile `tile` + h.
-    __device__ __forceinline__ int32_t find(const Run& of, int32_t tile) const {
-        tile += lane / kWarpRecords;
-        const int at = kWarpRecords * warp + lane % kWarpRecords;
-        return tile < of.end ? of.tiles.slot(tile, at, plan.main.page) : -1;
+    __device__ __forceinline__ int32_t find(int32_t tile) const {
+        const int of_lane = fresh(lane);  // seldom
+        tile += of_lane / kWarpRecords;
+        const int at = kWarpRecords * warp + of_lane % kWarpRecords;
+        return tile < run.end ? run.tiles.slot(p, tile, at, plan.main.page) : -1;
     }
 
     __device__ __forceinline__ uint32_t distance(int32_t tile, int32_t slot) const {
-        return run.tiles.is_window(tile + lane / kWarpRecords) ? plan.window.distance(slot)
-                                                               : plan.main.distance(slot);
+        return run.tiles.is_window(tile + fresh(lane) / kWarpRecords) ? plan.window.distance(slot)
+                                                                      : plan.main.distance(slot);
     }
 
     __device__ __forceinline__ void work() {
-        run.start(p, plan, blockIdx.x);
-        int32_t ahead = find(run, run.begin);
+        next.start(p, blockIdx.x / plan.splits);
+        run.start(next, plan, blockIdx.x);
+        int32_t ahead = find(run.begin);
         for (int32_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
-            query.load(p, item / plan.splits, 0, warp, lane);
+            query.load(p, item / plan.splits, 0, warp, fresh(lane));
             const int32_t later = item + static_cast<int32_t>(gridDim.x);
             if (later < plan.items) {
                 if (warp == 0) prefetch_lists(p, later / plan.splits, lane);
                 if (warp == 1) prefetch_query(p, later / plan.splits, lane);
             }
-            bool put = false;
-            int used = 0;         // slots of this run
+            const int32_t put = put_before(item);
             uint32_t places = 0;  // of the records of two tiles
             for (int32_t tile = run.begin;; ++tile) {
-                const bool window = run.tiles.is_window(tile);
-                used += window ? Reader<RecordId::WindowFp8>::kSlots
-                               : Reader<RecordId::MainFp4>::kSlots;
-                // At once if that needs no waiting; else when the ring is full.
-                const bool free = (kQueries<kHeads> > 1 || item == blockIdx.x) && tile > run.begin;
-                if (!put && (free || used > kSlots<kHeads> || tile == run.end)) {
-                    put_query(item);
-                    put = true;
-                }
+                if (tile == put) put_query(item);
                 if (tile == run.end) break;
+                const bool window = run.tiles.is_window(tile);
                 const int second = (tile - run.begin) % 2;
                 if (second == 0) {
                     places = distance(tile, ahead);
-                    ahead = find(run, tile + 2);
+                    ahead = find(tile + 2);
                 }
                 if (window)
                     copy_tile<RecordId::WindowFp8>(plan.window.data, places, second);
                 else
                     copy_tile<RecordId::MainFp4>(plan.main.data, places, second);
             }
-            run = next;
-            ahead = find(run, run.begin);
+            run.start(next, plan, later);
+            ahead = find(run.begin);
         }
     }
 
-    // Gives the converting warps this run's query, and looks at the next run. Called when the ring
-    // is full of this run's records, that is when nothing else is to be done before they are read.
+    // The tile before which the query is put: the second one if that needs no waiting; else where
+    // the ring is full, that is when nothing else is to be done before its records are read.
+    __device__ __forceinline__ int32_t put_before(int32_t item) const {
+        const int32_t window = run.tiles.window() - run.begin;
+        int32_t fit = kSlots<kHeads> / 2;
+        if (2 * window < kSlots<kHeads>) fit = kSlots<kHeads> - (window > 0 ? window : 0);
+        if (kQueries<kHeads> > 1 || item == static_cast<int32_t>(blockIdx.x)) fit = 1;
+        return run.begin + fit < run.end ? run.begin + fit : run.end;
+    }
+
+    // Gives the converting warps this run's query, and looks at the next run.
     __device__ __forceinline__ void put_query(int32_t item) {
         const int at = query_at.at;
         shared.row_empty[at].wait(query_at.parity ^ 1);
 #pragma unroll
         for (int part = 0; part < QueryPart<kHeads>::kParts; ++part) {
-            if (part > 0) query.load(p, item / plan.splits, part, warp, lane);
-            query.store(shared.q[at], part, warp, lane);
-        }
-        if (warp == 0 && lane == 0) {
-            const int32_t window = run.tiles.window - run.begin;
-            shared.tiles[at] = run.end - run.begin;
-            shared.window[at] = window;
+            if (part > 0) query.load(p, item / plan.splits, part, warp, fresh(lane));
+            query.store(shared.q[at], part, warp, fresh(lane));
         }
         cutlass::arch::fence_view_async_shared();
+        if (warp == 0 && lane == 0) {
+            shared.tiles[at] = run.end - run.begin;
+            shared.window[at] = run.tiles.window() - run.begin;
+        }
         __syncwarp();
         shared.row_full[at].arrive();
         query_at.next();
         const int32_t later = item + static_cast<int32_t>(gridDim.x);
-        if (later < plan.items) next.start(p, plan, later);
+        if (later < plan.items) next.start(p, later / plan.splits);
     }
 
     // Starts the copies of the warp's records of a tile, of which lane 16 * second + r has the
@@ -165,23 +169,24 @@ struct Copier {
     // A half of the warp brings a record's codes; pairs of lanes the scales.
     __device__ __forceinline__ void copy_slot(Reader<RecordId::MainFp4> read, const uint8_t* data,
                                               uint32_t places, int first, uint8_t* to) const {
-        const int half = lane / 16, chunk = lane % 16 * 16;
+        const int at = kHeads == 32 ? fresh(lane) : lane, half = at / 16, chunk = at % 16 * 16;
 #pragma unroll
         for (int i = 0; i < read.kEach; i += 2)
             copy_chunk(to + read.place(half) + read.place(i) + chunk, data + chunk, places,
                        first + i + half);
-        const int rest = read.kRecord.data_bytes + lane % 2 * 16;
-        copy_chunk(to + read.place(lane / 2) + rest, data + rest, places, first + lane / 2);
+        const int rest = read.kRecord.data_bytes + at % 2 * 16;
+        copy_chunk(to + read.place(at / 2) + rest, data + rest, places, first + at / 2);
     }
 
     // The warp brings a record's codes; a lane the scales.
     __device__ __forceinline__ void copy_slot(Reader<RecordId::WindowFp8> read, const uint8_t* data,
                                               uint32_t places, int first, uint8_t* to) const {
-#pragma unroll
+        const int at = kHeads == 32 ? fresh(lane) : lane;
+#pragma unroll(kHeads == 32 ? 4 : 8)  // of few registers
         for (int i = 0; i < read.kEach; ++i)
-            copy_chunk(to + read.place(i) + lane * 16, data + lane * 16, places, first + i);
+            copy_chunk(to + read.place(i) + at * 16, data + at * 16, places, first + i);
         constexpr int kCodes = read.kRecord.data_bytes;
-        const int last = lane % read.kEach;
+        const int last = at % read.kEach;
         copy_chunk(to + read.place(last) + kCodes, data + kCodes, places, first + last,
                    lane < read.kEach);
     }

@@ -91,7 +91,6 @@ struct Weigher {
                 float logits[kFrag];
                 read_logits(logits);
                 weigh(logits);
-                shared.weights_full[tile.at].arrive();
                 tile.next();
             }
             put_totals();
@@ -118,8 +117,8 @@ struct Weigher {
             if ((there >> (g + i / 2 % 2 * 8) & 1) == 0) logits[i] = -INFINITY;
     }
 
-    // Logits -> weights in shared memory, on the bases as they are; where a logit of any warp is
-    // far above its base, again on higher ones.
+    // Logits -> weights in shared memory, on the bases as they are, and the values may go on; where
+    // a logit of any warp is far above its base, again on higher ones, for which they wait.
     __device__ __forceinline__ void weigh(const float (&logits)[kFrag]) {
         float x[kFrag];
         bool over = false;
@@ -132,8 +131,13 @@ struct Weigher {
         store_weights(x);
         over = __any_sync(kAllLanes, over);
         if (lane == 0) reinterpret_cast<uint8_t*>(&shared.over[tile.at])[warp] = over;
-        sync();
-        if (shared.over[tile.at] != 0) raise(logits, x);
+        __syncwarp();
+        shared.weights_full[tile.at].arrive();
+        shared.weights_full[tile.at].wait(tile.parity);
+        if (shared.over[tile.at] != 0) {
+            raise(logits, x);
+            shared.raised[tile.at].arrive();
+        }
 #pragma unroll
         for (int c = 0; c < kCols; ++c) sum[c] += x[c / 2 * 4 + c % 2] + x[c / 2 * 4 + c % 2 + 2];
     }
@@ -235,6 +239,8 @@ struct Adder {
     static constexpr int kCols = kColumns<kHeads>;
     static constexpr int kFrag = kFragment<kHeads>;
     static constexpr int kOwnPanels = kPanels / kValueGroups<kHeads>;
+    static constexpr int kSteps =
+        kHeads == 32 ? 1 : 4;  // of 16 records at once: fragments need registers
     using Shared = few_heads::Shared<kHeads>;
 
     const AttendParams& p;
@@ -243,7 +249,8 @@ struct Adder {
     const int group, warp, lane;
     Turn<kTiles> tile;
     Turn<kQueries<kHeads>> query_at;
-    uint32_t totals_parity = 0;
+    uint32_t runs = 0;
+    uint32_t raised = 0;  // bit t: the parity of that barrier of tile t
     float out[kOwnPanels][kFrag];
 
     __device__ __forceinline__ void sync() const {
@@ -261,22 +268,29 @@ struct Adder {
         const int head = thread();
         if (head < kHeads)
             shared.sink[head] = p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
-        for (int32_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
-            const int32_t tiles = next_run(shared, query_at, lane);
+        for (; item() < plan.items; ++runs) {
+            int32_t left = next_run(shared, query_at, lane);
             clear();
-            for (int32_t i = 0; i < tiles; ++i) {
+            for (; left > 0; --left) {
                 shared.weights_full[tile.at].wait(tile.parity);
-                if (shared.over[tile.at] != 0) rescale();
+                if (shared.over[tile.at] != 0) {
+                    shared.raised[tile.at].wait(raised >> tile.at & 1);
+                    raised ^= 1u << tile.at;
+                    rescale();
+                }
                 add_tile();
-                shared.tile_empty[tile.at].arrive();
+                shared.tile_empty[warp / (kWarps / kSpans)][tile.at].arrive();
                 tile.next();
             }
-            shared.totals_full.wait(totals_parity);
-            totals_parity ^= 1;
-            end_run(item);
+            shared.totals_full.wait(runs % 2);
+            end_run();
             shared.totals_empty.arrive();
         }
     }
+    __device__ __forceinline__ int32_t item() const {
+        return fresh(static_cast<int>(blockIdx.x + runs * gridDim.x));
+    }
+    __device__ __forceinline__ int32_t row() const { return item() / plan.splits; }
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -298,7 +312,7 @@ struct Adder {
         const int record = lane / 16 * 8 + lane % 8;
         const uint8_t* kv = shared.kv[tile.at][kOwnPanels * group][0] +
                             panel_offset(record, 2 * warp + lane / 8 % 2);
-#pragma unroll
+#pragma unroll kSteps
         for (int k = 0; k < kTile / 16; ++k) {
             uint32_t b[kHeads / 8][2];
             load_weights(k, b);
@@ -315,12 +329,13 @@ struct Adder {
 
     // The weights of 16 records as B fragments.
     __device__ __forceinline__ void load_weights(int k, uint32_t (&b)[kHeads / 8][2]) const {
-        const uint8_t* from = shared.p[tile.at][0] + lane % 8 * kPanelRowBytes +
-                              (((2 * k + lane / 8 % 2) ^ lane % 8) << 4);
+        const int of_lane = kHeads == 32 ? fresh(lane) : lane;
+        const uint8_t* from = shared.p[tile.at][0] + of_lane % 8 * kPanelRowBytes +
+                              (((2 * k + of_lane / 8 % 2) ^ of_lane % 8) << 4);
         if constexpr (kHeads == 8) {
             load_matrices(from, b[0][0], b[0][1]);
         } else {
-            from += lane / 16 * 8 * kPanelRowBytes;
+            from += of_lane / 16 * 8 * kPanelRowBytes;
 #pragma unroll
             for (int j = 0; j < kHeads / 8; j += 2)
                 load_matrices(from + j * 8 * kPanelRowBytes, b[j][0], b[j][1], b[j + 1][0],
@@ -329,34 +344,39 @@ struct Adder {
     }
 
     // The output, or a part of it for the CTA that comes last.
-    __device__ __forceinline__ void end_run(int32_t item) {
-        const int64_t row = item / plan.splits;
-        if (plan.splits > 1 && !merge_partials(row, item % plan.splits)) return;
-        finish(row);
+    __device__ __forceinline__ void end_run() {
+        if (plan.splits > 1 && !merge_partials()) return;
+        if (thread() < kHeads) finish_head(row(), thread());
+        sync();
+        finish(row());
     }
 
     __device__ __forceinline__ void store_partial(Partial<kHeads>& to) const {
         const float* values = out[0];
+        float4* place = to.out[0] + thread();
 #pragma unroll
         for (int i = 0; i < kOwnPanels * kFrag / 4; ++i)
-            to.out[i][thread()] =
+            place[i * kValueThreads<kHeads>] =
                 make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
         if (thread() >= kHeads) return;
         to.max[thread()] = shared.max[thread()];
         to.sum[thread()] = shared.sum[thread()];
     }
 
+    __device__ __forceinline__ Partial<kHeads>& partial(int piece) const {
+        return reinterpret_cast<Partial<kHeads>*>(p.workspace.data +
+                                                  kSyncBytes)[int64_t{row()} * plan.splits + piece];
+    }
+
     // True in the CTA that comes last of a row's; it then has the row's totals.
-    __device__ __forceinline__ bool merge_partials(int64_t row, int32_t piece) {
-        auto* counters = reinterpret_cast<unsigned*>(p.workspace.data);
-        auto* partials =
-            reinterpret_cast<Partial<kHeads>*>(p.workspace.data + kSyncBytes) + row * plan.splits;
-        store_partial(partials[piece]);
+    __device__ __forceinline__ bool merge_partials() {
+        store_partial(partial(item() % plan.splits));
         __threadfence();
         sync();
         if (thread() == 0) {
-            shared.last = atomicAdd(&counters[row], 1u) == static_cast<unsigned>(plan.splits) - 1;
-            if (shared.last) counters[row] = 0;
+            auto* counter = reinterpret_cast<unsigned*>(p.workspace.data) + row();
+            shared.last = atomicAdd(counter, 1u) == static_cast<unsigned>(plan.splits) - 1;
+            if (shared.last) *counter = 0;
         }
         sync();
         if (!shared.last) return false;
@@ -364,36 +384,41 @@ struct Adder {
         if (thread() < kHeads) {
             float top = -INFINITY, total = 0.f;
             for (int i = 0; i < plan.splits; ++i)
-                top = fmaxf(top, __ldcg(&partials[i].max[thread()]));
-            const float origin = top == -INFINITY ? 0.f : top;
+                top = fmaxf(top, __ldcg(&partial(i).max[thread()]));
             for (int i = 0; i < plan.splits; ++i)
-                total += exp2_approx(__ldcg(&partials[i].max[thread()]) - origin) *
-                         __ldcg(&partials[i].sum[thread()]);
+                total += weight_of(partial(i), top) * __ldcg(&partial(i).sum[thread()]);
             shared.max[thread()] = top;
             shared.sum[thread()] = total;
         }
-        sync();
         clear();
-        for (int i = 0; i < plan.splits; ++i) add_partial(partials[i]);
+        for (int i = 0; i < plan.splits; ++i) {
+            if (thread() < kHeads)
+                shared.factor[thread()] = weight_of(partial(i), shared.max[thread()]);
+            sync();
+            add_partial(partial(i));
+            sync();
+        }
         return true;
     }
 
+    // What a part counts of this thread's head, whose largest logit is `top`.
+    __device__ __forceinline__ float weight_of(const Partial<kHeads>& part, float top) const {
+        return exp2_approx(__ldcg(&part.max[thread()]) - (top == -INFINITY ? 0.f : top));
+    }
+
     __device__ __forceinline__ void add_partial(const Partial<kHeads>& part) {
-        float weight[kCols];
-#pragma unroll
-        for (int c = 0; c < kCols; ++c) {
-            const float top = shared.max[head_of(c)];
-            weight[c] = exp2_approx(__ldcg(&part.max[head_of(c)]) - (top == -INFINITY ? 0.f : top));
-        }
+        const float4* from = part.out[0] + thread();
+        const float* weights = shared.factor + head_of(0);
         float* values = out[0];
 #pragma unroll
         for (int k = 0; k < kOwnPanels * kFrag / 4; ++k) {
-            const float4 x = __ldcg(&part.out[k][thread()]);
-            const int c = 4 * k % kFrag / 4 * 2;
-            values[4 * k] = fmaf(weight[c], x.x, values[4 * k]);
-            values[4 * k + 1] = fmaf(weight[c + 1], x.y, values[4 * k + 1]);
-            values[4 * k + 2] = fmaf(weight[c], x.z, values[4 * k + 2]);
-            values[4 * k + 3] = fmaf(weight[c + 1], x.w, values[4 * k + 3]);
+            if (k % kSteps == 0) __syncwarp();  // not all at once: there are few registers
+            const float4 x = __ldcg(from + k * kValueThreads<kHeads>);
+            const float2 weight = *reinterpret_cast<const float2*>(weights + 4 * k % kFrag * 2);
+            values[4 * k] = fmaf(weight.x, x.x, values[4 * k]);
+            values[4 * k + 1] = fmaf(weight.y, x.y, values[4 * k + 1]);
+            values[4 * k + 2] = fmaf(weight.x, x.z, values[4 * k + 2]);
+            values[4 * k + 3] = fmaf(weight.y, x.w, values[4 * k + 3]);
         }
     }
 
@@ -401,8 +426,6 @@ struct Adder {
     // each half of the dims; the lane of the other parity of g has the rest, and each takes one
     // unit.
     __device__ __forceinline__ void finish(int64_t row) {
-        if (thread() < kHeads) finish_head(row, thread());
-        sync();
         const float* cos_sin = derotation(p, row);
         const int g = fresh(lane) / 4;
         const bool odd = g % 2 != 0;
