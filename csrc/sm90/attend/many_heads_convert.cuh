@@ -57,7 +57,7 @@ struct Converter {
         constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
         const uint32_t mine = shared.holds[slot.at] & kAll;
         Passes::read(shared.slots[slot.at], lane, codes);
-        if (mine != kAll && (mine >> Passes::record_of(lane) & 1) == 0) clear(codes);
+        if (mine != kAll && (mine >> Passes::record_of(lane) & 1) == 0) Passes::clear(codes);
         cutlass::arch::fence_view_async_shared();
         shared.slot_empty[slot.at].arrive();
         slot.next();
@@ -151,14 +151,6 @@ struct Converter {
                             kRecords * kPanelRowBytes, there);
         }
         __syncwarp();
-    }
-
-    // An absent record: zero codes under zero scales.
-    static __device__ __forceinline__ void clear(LaneCodes& codes) {
-#pragma unroll
-        for (uint4& x : codes.codes) x = make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (uint32_t& x : codes.scales) x = 0;
     }
 };
 

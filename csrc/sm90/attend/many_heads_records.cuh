@@ -24,6 +24,12 @@ inline constexpr int kMostRecords = 8;  // of a slot
 struct LaneCodes {
     uint4 codes[kMostChunks];
     uint32_t scales[4];
+
+    // Makes zeros of all coded values: codes are finite, whatever was in the slot.
+    __device__ __forceinline__ void clear_scales() {
+#pragma unroll
+        for (uint32_t& x : scales) x = 0;
+    }
 };
 
 // The lane's row of the tile.
@@ -74,6 +80,8 @@ struct PassesOf<RecordId::MainFp4> {
             to.scales[j] = *reinterpret_cast<const uint16_t*>(at + kRecord.data_bytes + 2 * chunk);
         }
     }
+    // An absent record.
+    static __device__ __forceinline__ void clear(LaneCodes& raw) { raw.clear_scales(); }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
         const int quarter = lane / 8;
@@ -114,6 +122,7 @@ struct PassesOf<RecordId::WindowFp8> {
             to.scales[j] = at[kRecord.data_bytes + 2 * panel + quarter / 2];
         }
     }
+    static __device__ __forceinline__ void clear(LaneCodes& raw) { raw.clear_scales(); }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
 #pragma unroll
@@ -149,6 +158,11 @@ struct PassesOf<RecordId::MixedFp8> {
             if (j < 4) to.scales[j] = from[scales_place(lane % 4) + panel];
         }
     }
+    static __device__ __forceinline__ void clear(LaneCodes& raw) {
+        raw.clear_scales();
+#pragma unroll
+        for (int j = kCoded / 2; j < kChunks; ++j) raw.codes[j] = make_uint4(0, 0, 0, 0);  // BF16
+    }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
         const int quarter = fp8_quarter(lane);
@@ -166,13 +180,10 @@ struct PassesOf<RecordId::MixedFp8> {
 
 // f(PassesOf<id>{}) for a record that is the same in all lanes.
 template <class F>
-__device__ __forceinline__ void with_passes(RecordId id, const F& f) {
-    if (id == RecordId::MainFp4)
-        f(PassesOf<RecordId::MainFp4>{});
-    else if (id == RecordId::WindowFp8)
-        f(PassesOf<RecordId::WindowFp8>{});
-    else
-        f(PassesOf<RecordId::MixedFp8>{});
+__device__ __forceinline__ auto with_passes(RecordId id, const F& f) {
+    if (id == RecordId::MainFp4) return f(PassesOf<RecordId::MainFp4>{});
+    if (id == RecordId::WindowFp8) return f(PassesOf<RecordId::WindowFp8>{});
+    return f(PassesOf<RecordId::MixedFp8>{});
 }
 
 }  // namespace flash_csa::sm90::many_heads
