@@ -399,7 +399,8 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
     uint32_t weights_parity = 0;
     Output o;
     const FirstRow first(plan);
-    if (first.known) {  // nobody has anything else to do yet
+    if (first.known) {  // nobody has anything else to do yet, but what lists say comes first
+        shared.piece_full[0].wait(0);
         start_queries(p, first.row, first.head_block, threadIdx.x % kWarpgroup, shared);
         finish_queries(p, threadIdx.x % kWarpgroup, shared);
         shared.query_full.arrive();
@@ -439,6 +440,21 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
     }
 }
 
+// While the kernel before ends: what is asked for here is read by nobody.
+template <bool kPair>
+__device__ __forceinline__ void prefetch_first(const AttendParams& p, const Plan& plan, int role,
+                                               int warp, int lane) {
+    const FirstRow first(plan.splits);
+    if (!first.known) return;
+    const int thread = 32 * warp + lane;
+    if (role == 1)
+        prefetch_queries(p, first.row, first.head_block, thread);
+    else if (role == 3)
+        prefetch_lists(p, first.row, thread);
+    else if (lane < kWarpRecords<kPair>)  // of the first tile
+        prefetch_record(p.window, plan.window, first.row, first_record<kPair>(warp) + lane);
+}
+
 template <bool kPair>
 __global__ void __launch_bounds__(kThreads, 1)
     many_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
@@ -447,10 +463,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     allow_dependents();
     const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % kWarps, 0), lane = threadIdx.x % 32;
-    if (role == 2) {
-        const FirstRow first(plan.splits);
-        if (first.known) prefetch_lists(p, first.row, 32 * warp + lane);
-    }
+    if (role != 0) prefetch_first<kPair>(p, plan, role, warp, lane);
     if (threadIdx.x == 0) {
         init_barriers(shared);
         cutlass::arch::fence_barrier_init();
@@ -460,6 +473,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
         __syncthreads();
     }
+    wait_for_previous();
     if (role == 0) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kScores>();
         scores<kPair>(p, plan.splits, Cuts(p, plan.splits), shared);
@@ -485,10 +499,10 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& splits, in
     int64_t blocks = splits.splits > 0 && items < num_sms ? items : num_sms;
     const Plan plan{splits, Places(p.window.pages), Places(p.main.pages)};
     if (splits.head_blocks % 2 == 0 && num_sms > 1)
-        return launch_clusters_after(many_heads_kernel<true>, blocks / 2, 2, kThreads,
-                                     sizeof(Shared), stream, p, plan);
-    return launch(many_heads_kernel<false>, dim3(static_cast<unsigned>(blocks)), kThreads,
-                  sizeof(Shared), stream, p, plan);
+        return launch_clusters(many_heads_kernel<true>, blocks / 2, 2, kThreads, sizeof(Shared),
+                               stream, p, plan);
+    return launch_after(many_heads_kernel<false>, blocks_for(blocks, 1), kThreads, sizeof(Shared),
+                        stream, p, plan);
 }
 
 }  // namespace flash_csa::sm90

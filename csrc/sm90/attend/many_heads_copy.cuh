@@ -31,6 +31,33 @@ __device__ __forceinline__ void prefetch_lists(const AttendParams& p, int32_t ro
     if (p.main.slots && at < p.main.columns) prefetch_l2(p.main.slots.row(row) + at);
 }
 
+// Brings a record of a row's list to the L2. The list is read as it is: where the kernel before
+// still writes it, another record, or none, is asked for in vain.
+__device__ __forceinline__ void prefetch_record(const RecordList& list, const Places& places,
+                                                int32_t row, int entry) {
+    if (!list.slots || entry >= list.columns) return;
+    const int32_t slot = __ldcg(list.slots.row(row) + entry);  // not to the L1: it may change
+    if (slot < 0 || slot >= places.slots) return;
+    const int each = with_passes(places.id, [](auto passes) { return decltype(passes)::kCopied; });
+    int32_t page, offset;
+    places.page(page, offset, slot);
+    const uint8_t* record = places.data + page * places.page_stride + offset * each;
+    for (int at = 0; at < each; at += 128) prefetch_l2(record + at);
+    prefetch_l2(record + each - 1);
+}
+
+// Brings the queries of a piece to the L2. A warpgroup calls.
+__device__ __forceinline__ void prefetch_queries(const AttendParams& p, int32_t row,
+                                                 int32_t head_block, int thread) {
+    constexpr int kLines = kHeadDim * 2 / 128;  // of a head
+    const int first_head = head_block * kHeadBlock;
+#pragma unroll
+    for (int i = 0; i < kHeadBlock * kLines / kWarpgroup; ++i) {
+        const int head = first_head + thread / kLines + i * (kWarpgroup / kLines);
+        if (head < p.heads) prefetch_l2(p.q.at(row, head) + thread % kLines * 64);
+    }
+}
+
 // A thread's 16-byte chunks of the queries of a piece, of a warpgroup: one chunk of every
 // kQueryStep-th head.
 struct QueryChunks {
@@ -108,8 +135,11 @@ struct Copier {
           slot(warp_) {}
 
     __device__ __forceinline__ void work() {
+        int32_t early = read_early();
         while (pieces.next(piece)) {
-            Located here = locate(piece.first, read(piece.first));
+            const bool known = early >= 0 && piece.is_window(piece.first);
+            Located here = locate(piece.first, known ? early : read(piece.first));
+            early = -1;
             int32_t listed = read(piece.first + 1);
             publish();
             const bool brings = turn.number > 1 || !FirstRow(plan.splits).known;
@@ -174,6 +204,14 @@ struct Copier {
         }
         const RecordList& list = window ? p.window : p.main;
         return at < list.columns ? list.slots.row(piece.row)[at] : -1;
+    }
+
+    // Of the first tile of the first row, if it is of a window: before its length is there.
+    __device__ __forceinline__ int32_t read_early() const {
+        const FirstRow first(plan.splits);
+        const int at = first_record<kPair>(warp) + lane % kRecords;
+        const bool known = first.known && plan.splits.splits == 1 && at < p.window.columns;
+        return known ? p.window.slots.row(first.row)[at] : -1;
     }
 
     struct Located {
@@ -298,16 +336,10 @@ struct Copier {
 
     // What is read of the next piece, into the L2.
     __device__ __forceinline__ void prefetch_next() const {
-        constexpr int kLine = 128;
         int32_t row, head_block;
         if (!pieces.peek(row, head_block)) return;
-        const int thread = fresh(32 * warp + lane), first_head = head_block * kHeadBlock;
-        constexpr int kLines = kHeadDim * 2 / kLine;  // of a head
-#pragma unroll
-        for (int i = 0; i < kHeadBlock * kLines / kWarpgroup; ++i) {
-            const int head = first_head + thread / kLines + i * (kWarpgroup / kLines);
-            if (head < p.heads) prefetch_l2(p.q.at(row, head) + thread % kLines * (kLine / 2));
-        }
+        const int thread = fresh(32 * warp + lane);
+        prefetch_queries(p, row, head_block, thread);
         prefetch_lists(p, row, thread);
     }
 };
