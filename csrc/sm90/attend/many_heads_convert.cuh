@@ -2,8 +2,8 @@
 // order (dequant.cuh).
 //
 // A warp has 16 rows of every tile, of a pair 8. It waits for barriers only, and looks nothing up:
-// what a slot holds is said beside it. A slot is given back as soon as it is in registers: behind a
-// fence, as a copy into it does not wait for reads that are under way.
+// what a slot holds is said beside it. A slot is given back as soon as it is in registers, and not
+// before: a copy into it does not wait for reads that are under way.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -57,9 +57,11 @@ struct Converter {
         constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
         const uint32_t mine = shared.holds[slot.at] & kAll;
         Passes::read(shared.slots[slot.at], lane, codes);
+        // Where the barrier is follows from all that was read: nobody is told before it is there.
+        const uint32_t seen = codes.template some<Passes::kChunks>();
+        const uint32_t zero = static_cast<uint32_t>(p.rows) >> 31;
+        shared.slot_empty[slot.at + (seen & zero)].arrive();
         if (mine != kAll && (mine >> Passes::record_of(lane) & 1) == 0) Passes::clear(codes);
-        cutlass::arch::fence_view_async_shared();
-        shared.slot_empty[slot.at].arrive();
         slot.next();
         return mine;
     }
@@ -90,7 +92,7 @@ struct Converter {
                 wait_for_place<0>();
                 wait_for_place<1>();
             }
-            const int row = kRecords * warp + first + Passes::record_of(lane);
+            const uint32_t row = kRecords * warp + first + Passes::record_of(lane);
             Passes::template write<0, Passes::kChunks>(codes, lane,
                                                        TileRow{shared.kv[ring.stage], row});
         }
@@ -114,8 +116,9 @@ struct Converter {
         const Peer peer(shared);
         CopyBarrier& full = shared.tile_full[ring.stage];
         const auto row = [&](int i) {
-            return TileRow{shared.kv[ring.stage], first_record<true>(warp) + i * Passes::kRecords +
-                                                      Passes::record_of(lane)};
+            const int record = i * Passes::kRecords + Passes::record_of(lane);
+            return TileRow{shared.kv[ring.stage],
+                           static_cast<uint32_t>(first_record<true>(warp) + record)};
         };
         wait_for_place<0>();
         if (lane == 0) {

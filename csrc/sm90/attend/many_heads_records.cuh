@@ -25,6 +25,15 @@ struct LaneCodes {
     uint4 codes[kMostChunks];
     uint32_t scales[4];
 
+    // Something of each of the first kCount loads, and of all scales.
+    template <int kCount>
+    __device__ __forceinline__ uint32_t some() const {
+        uint32_t x = scales[0] | scales[1] | scales[2] | scales[3];
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) x |= codes[j].x;
+        return x;
+    }
+
     // Makes zeros of all coded values: codes are finite, whatever was in the slot.
     __device__ __forceinline__ void clear_scales() {
 #pragma unroll
@@ -35,19 +44,28 @@ struct LaneCodes {
 // The lane's row of the tile.
 struct TileRow {
     uint8_t* base;
-    int row;
+    uint32_t row;
+};
 
+// Chunks of it: `first`, and those whose numbers have bits set that its number has not. The swizzle
+// is an exclusive or, so that it is found once.
+struct RowChunks {
+    uint8_t* base;
+    uint32_t first;
+
+    __device__ __forceinline__ RowChunks(TileRow to, int panel, int chunk)
+        : base(to.base),
+          first(panel * kTilePanelBytes + to.row * kPanelRowBytes +
+                ((chunk ^ to.row % kCoreRows) << 4)) {}
     __device__ __forceinline__ void put(int panel, int chunk, uint4 values) const {
-        *reinterpret_cast<uint4*>(base + panel * kTilePanelBytes + panel_offset(row, chunk)) =
-            values;
+        *reinterpret_cast<uint4*>(base + (first ^ chunk << 4) + panel * kTilePanelBytes) = values;
     }
 };
 
 // 16 E4M3 codes: a quarter of a panel's row.
-__device__ __forceinline__ void write_e4m3(uint4 codes, uint32_t factor, int panel, int quarter,
-                                           TileRow to) {
-    to.put(panel, 2 * quarter, e4m3_paired(codes.x, codes.y, factor));
-    to.put(panel, 2 * quarter + 1, e4m3_paired(codes.z, codes.w, factor));
+__device__ __forceinline__ void write_e4m3(uint4 codes, uint32_t factor, int panel, RowChunks to) {
+    to.put(panel, 0, e4m3_paired(codes.x, codes.y, factor));
+    to.put(panel, 1, e4m3_paired(codes.z, codes.w, factor));
 }
 
 // Its chunks kFirst .. kEnd are written by write<kFirst, kEnd>; kLower of them are of the lower
@@ -83,12 +101,13 @@ struct PassesOf<RecordId::MainFp4> {
     // An absent record.
     static __device__ __forceinline__ void clear(LaneCodes& raw) { raw.clear_scales(); }
     template <int kFirst, int kEnd>
-    static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
+    static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow row) {
         const int quarter = lane / 8;
+        const RowChunks to(row, quarter / 2, quarter % 2 * 4);
 #pragma unroll
         for (int j = kFirst; j < kEnd; ++j) {
             const uint2 factor = e4m3_factors(raw.scales[j]);
-            const int panel = 2 * j + quarter / 2, first = quarter % 2 * 4;
+            const int panel = 2 * j, first = 0;  // from the lane's own on
             to.put(panel, first, e2m1_paired(raw.codes[j].x, factor.x));
             to.put(panel, first + 1, e2m1_paired(raw.codes[j].y, factor.x));
             to.put(panel, first + 2, e2m1_paired(raw.codes[j].z, factor.y));
@@ -125,10 +144,10 @@ struct PassesOf<RecordId::WindowFp8> {
     static __device__ __forceinline__ void clear(LaneCodes& raw) { raw.clear_scales(); }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
+        const RowChunks mine(to, fp8_panel(lane, 0), 2 * fp8_quarter(lane));
 #pragma unroll
         for (int j = kFirst; j < kEnd; ++j)
-            write_e4m3(raw.codes[j], ue8m0_factor(raw.scales[j]), fp8_panel(lane, j),
-                       fp8_quarter(lane), to);
+            write_e4m3(raw.codes[j], ue8m0_factor(raw.scales[j]), 2 * j, mine);
     }
 };
 
@@ -154,7 +173,8 @@ struct PassesOf<RecordId::MixedFp8> {
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
             const int panel = fp8_panel(lane, j);
-            if (panel < kCoded + 2) to.codes[j] = *reinterpret_cast<const uint4*>(at + 64 * panel);
+            to.codes[j] = panel < kCoded + 2 ? *reinterpret_cast<const uint4*>(at + 64 * panel)
+                                             : make_uint4(0, 0, 0, 0);
             if (j < 4) to.scales[j] = from[scales_place(lane % 4) + panel];
         }
     }
@@ -166,13 +186,14 @@ struct PassesOf<RecordId::MixedFp8> {
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
         const int quarter = fp8_quarter(lane);
+        const RowChunks mine(to, fp8_panel(lane, 0), 2 * quarter), others(to, kCoded, quarter);
 #pragma unroll
         for (int j = kFirst; j < kEnd; ++j) {
             const int panel = fp8_panel(lane, j);
             if (j < 4 && panel < kCoded) {
-                write_e4m3(raw.codes[j], ue8m0_factor(raw.scales[j]), panel, quarter, to);
+                write_e4m3(raw.codes[j], ue8m0_factor(raw.scales[j]), 2 * j, mine);
             } else if (panel < kCoded + 2) {
-                to.put(kCoded, quarter + 4 * (panel - kCoded), bf16_paired(raw.codes[j]));
+                others.put(0, 4 * (panel - kCoded), bf16_paired(raw.codes[j]));
             }
         }
     }
