@@ -115,11 +115,18 @@ def test_sources_fall_back_on_the_family_without_a_model_type():
 
 
 BAD = {
-    "compress_ratios[2] must be one of [0, 1, 2, 4, 128], got 3": {
+    "compress_ratios[2] must be one of [0, 1, 2, 128] in a model of family v41, got 3": {
         "compress_ratios": [0, 2, 3, 1, 1, 1]
     },
-    "compress_ratios[1] must be one of [0, 1, 2, 4, 128], got True": {
+    "compress_ratios[1] must be one of [0, 1, 2, 128] in a model of family v41, got True": {
         "compress_ratios": [0, True, 2, 1, 1, 1]
+    },
+    "compress_ratios[3] must be one of [0, 1, 2, 128] in a model of family v41, got 4": {
+        "compress_ratios": [0, 2, 2, 4, 4, 4]
+    },
+    "compress_ratios[2] must be one of [0, 1, 2, 4, 128] in a model of family v4, got 3": {
+        "model_type": "deepseek_v4",
+        "compress_ratios": [0, 4, 3, 4, 4, 4],
     },
     "compress_ratios must be a list of at least 6 entries, got 2 entries": {
         "compress_ratios": [0, 2]

@@ -144,7 +144,7 @@ class LayerPlan:
         """
         fields = _Fields(_load(config))
         family = fields.family()
-        ratios = fields.ratios()
+        ratios = fields.ratios(family)
         layers, groups = _assign(fields, ratios, family)
         pooled = any(layer.builds_pool for layer in layers)
         for field, value in _FIXED.items():
@@ -301,15 +301,18 @@ class _Fields:
             raise _error("model_type", "a string", model)
         return named.get(model, "v41" if shares else "v4")
 
-    def ratios(self) -> list[int]:
+    def ratios(self, family: str) -> list[int]:
+        """Of every layer. Ratio 4 overlaps, which V4.1's compressor does not."""
+        supported = [ratio for ratio in RATIOS if family == "v4" or ratio != 4]
         layers = self.count("num_hidden_layers")
         ratios = self.get("compress_ratios")
         if not isinstance(ratios, list | tuple) or len(ratios) < layers:
             got = f"{len(ratios)} entries" if isinstance(ratios, list | tuple) else ratios
             raise _error("compress_ratios", f"a list of at least {layers} entries", got)
         for index, ratio in enumerate(ratios[:layers]):
-            if not _is_int(ratio) or ratio not in RATIOS:
-                raise _error(f"compress_ratios[{index}]", f"one of {list(RATIOS)}", ratio)
+            if not _is_int(ratio) or ratio not in supported:
+                expected = f"one of {supported} in a model of family {family}"
+                raise _error(f"compress_ratios[{index}]", expected, ratio)
         return list(ratios[:layers])
 
     def sources(self, field: str, ratios: list[int], family: str) -> tuple[int, ...]:
