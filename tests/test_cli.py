@@ -79,7 +79,7 @@ def test_supported_is_what_the_ops_accept():
     assert "MainFp4" in found["main_records"] and "IndexFp4" not in found["main_records"]
     assert "WindowFp8" in found["window_records"]
     assert "IndexFp4" in found["index_records"]
-    assert (found["heads"], found["page_sizes"]) == (["1-256"], ["1-256"])
+    assert (found["heads"], found["page_sizes"]) == (["any number"], ["1-256"])
     limits = {"index_heads": _C.MAX_INDEX_HEADS, "topk": _C.MAX_TOP_K}
     assert {axis: found[axis] for axis in limits} == {a: [f"1-{n}"] for a, n in limits.items()}
 
@@ -87,8 +87,9 @@ def test_supported_is_what_the_ops_accept():
 def test_supported_counts_say_that_they_are_ranges():
     """Not a list of those asked for, as if others were refused."""
     shown = " ".join(invoke("info", "--no-probe").stdout.split())
-    for note in ("any number, asked for up", "padded inside to 8, 16, 32", "or blocks of 64"):
+    for note in ("heads any number of attention; asked for up to 256;", "16, 32 or blocks of 64"):
         assert note in shown
+    assert shown.count("1-256") == 1  # page sizes
     assert f"1-{_C.MAX_TOP_K} any number up to the limit" in shown
 
 
@@ -128,7 +129,9 @@ def test_ranges():
         (("bytes", "--page-size", "300"), "300"),
         (("bytes", "--main", "MainFp2"), "MainFp2"),
         (("bytes", "--context", "many"), "--context"),
-        (("plan",), "Missing argument 'v41-flash|v4-flash|v4-pro|CONFIG.JSON'"),
+        (("plan",), "one of v41-flash, v4-flash, v4-pro or a config.json must follow, got none"),
+        (("plan", "v4-pro", "--model", "v4-flash"), "got v4-pro and --model v4-flash"),
+        (("traffic", "--kernels", "zzz*"), "--kernels must come with --measure, got it alone"),
         (("demo", "--tokens", "0"), "--tokens"),
         (("demo", "--tokens", "-5"), "--tokens"),
         (("demo", "--tokens", "4097"), "must hold 4097 tokens (or use --synthetic), got 4096"),

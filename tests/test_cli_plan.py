@@ -70,6 +70,10 @@ def test_steps_are_those_of_the_accounting(model, per_token):
         assert found[name]["rows"] == rows
 
 
+def test_the_model_may_be_an_option():
+    assert report("--model", "v4-pro") == report("v4-pro")
+
+
 def test_neighbours_share_a_line():
     shown = invoke("v41-flash", "--context", "65536").stdout
     assert "37-39" in shown and "0-1" in shown and "reindex" in shown

@@ -157,6 +157,14 @@ def test_formats_of_the_figure(tmp_path):
     assert figure.stat().st_size > 10_000
 
 
+def test_a_format_that_no_figure_has_is_refused_before_anything_is_printed(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = CliRunner().invoke(APP, ["--plot", str(tmp_path / "x.foo")])
+    assert result.stdout == "" and not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"--plot must be a file of one of .* png, .*x\.foo$"):
+        raise result.exception
+
+
 def test_unusable_files_are_one_line(tmp_path):
     pytest.importorskip("matplotlib")
     rows = tmp_path / "rows.jsonl"

@@ -33,8 +33,9 @@ RECORD_KINDS = ("main codes", "main scales", "index keys", "window")
 
 def command(
     config: Annotated[
-        str, typer.Argument(metavar="|".join((*BY_NAME, "CONFIG.JSON")), help="The model.")
-    ],
+        str | None, typer.Argument(metavar="|".join((*BY_NAME, "CONFIG.JSON")), help="The model.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The same, as other commands take it.")] = None,
     context: Annotated[
         int, typer.Option(min=1, help="Tokens of the request after the step.")
     ] = 131_072,
@@ -42,6 +43,11 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What every layer of a model computes, reads and keeps at a context length."""
+    if (config is None) == (model is None):
+        got = "none" if config is None else f"{config} and --model {model}"
+        names = ", ".join(BY_NAME)
+        raise ValueError(f"flash_csa.plan: one of {names} or a config.json must follow, got {got}")
+    config = config or model
     plan = LayerPlan.from_config(config)
     result = {"config": config} | report(plan, context, min(rows, context))
     if as_json:

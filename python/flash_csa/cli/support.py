@@ -15,23 +15,26 @@ from .. import _C
 
 RATIOS = (1, 2, 4, 128)
 MAX_HEADS = 256  # asked for; there is no limit
+ANY = "any number"
 DEFAULT_PAGE_SIZE = 64
 
 
 def supported(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The values of each axis that run on `device`, the others at the V4.1 value.
 
-    Heads, top-k and page sizes (those at which every stage runs) are ranges ("1-256"). Every page
-    size is asked for; of the others a spread of values up to the limit.
+    Top-k, index heads and page sizes (those at which every stage runs) are ranges ("1-256"), and so
+    are heads where not all that are asked for run. Every page size is asked for; of the others a
+    spread of values up to the limit.
     """
     ask = _Asker(torch.device(device))
+    heads = _up_to(MAX_HEADS, lambda heads: ask.attend(heads=heads))
     sizes = _which(ask.page_size, range(1, _C.MAX_PAGE_SIZE + 1))
     return {
         "ratios": _which(ask.compress, RATIOS),
         "main_records": _which(ask.attend, fc.RECORDS),
         "window_records": _which(ask.rope_store, fc.RECORDS),
         "index_records": _which(ask.index, fc.RECORDS),
-        "heads": _up_to(MAX_HEADS, lambda heads: ask.attend(heads=heads)),
+        "heads": [ANY] if heads == [f"1-{MAX_HEADS}"] else heads,
         "index_heads": _up_to(_C.MAX_INDEX_HEADS, lambda heads: ask.index(heads=heads)),
         "topk": _up_to(_C.MAX_TOP_K, lambda k: ask.index(k=k)),
         "page_sizes": _ranges(sizes),

@@ -29,7 +29,9 @@ def command(
     measure: Annotated[
         bool, typer.Option("--measure", help="Count each kernel's bytes under Nsight Compute.")
     ] = False,
-    kernels: Annotated[str, typer.Option(help="Glob of the kernels to measure.")] = "*",
+    kernels: Annotated[
+        str | None, typer.Option(help="Glob of the kernels to measure; default: all.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     figure: Annotated[
         Path | None, typer.Option("--plot", help="Write bytes over context, and a roofline.")
@@ -39,12 +41,16 @@ def command(
     ] = None,
 ) -> None:
     """HBM bytes of one step over all layers: the model, and what the GPU counted."""
+    if kernels is not None and not measure:
+        raise ValueError("flash_csa.traffic: --kernels must come with --measure, got it alone")
+    if figure is not None:
+        plot.check(figure)
     plan = LayerPlan.from_config(model)
     shape = Shape(context, batch, rows)
     points = [] if figure is None else _benchmark_rows(results)
     result = report(plan, CacheSpec.for_plan(plan), shape) | {"model": model}
     if measure:
-        result |= _measured(model, shape, kernels)
+        result |= _measured(model, shape, "*" if kernels is None else kernels)
     if as_json:
         print(json.dumps(result, indent=1))
     else:

@@ -25,16 +25,27 @@ def formats() -> dict[str, tuple[int, int]]:
     }
 
 
+def check(path: Path) -> None:
+    """Raises ValueError where matplotlib is missing or writes no such format."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError as error:
+        raise ValueError("flash_csa.traffic: --plot needs matplotlib (extra `plots`)") from error
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        expected = f"a file of one of the formats {', '.join(formats)}"
+        raise ValueError(f"flash_csa.traffic: --plot must be {expected}, got {path}")
+
+
 def save(plan: LayerPlan, rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes the figure. rows: of the benchmark; without any there is no roofline.
 
     Raises:
-        ValueError: matplotlib is missing, or the file cannot be written.
+        ValueError: see `check`, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ValueError("flash_csa.traffic: --plot needs matplotlib (extra `plots`)") from error
+    check(path)
+    from matplotlib.figure import Figure
+
     kernels = [row for row in rows if row["flops"] and row["bytes"] and row["stage"]]
     panels = 2 if kernels else 1
     figure = Figure(figsize=(7 * panels, 5), layout="constrained")
