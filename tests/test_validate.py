@@ -14,6 +14,7 @@ from op_calls import CALLS, Call, Scene
 
 NAN, INF = float("nan"), float("inf")
 ASCEND = "ascend from 0 to at most 6 rows, by at most max_rows ="
+ATTENDS, INDEXES = "a window, attend or contiguous", "an index or reindex"
 CHECKED = [name for name in CALLS if name != "probe"]
 
 
@@ -88,6 +89,10 @@ BAD_VALUES = [
     ("attend-contiguous", "contiguous.block_table", (0, 1), 4, "be in [-1, 4)"),
     ("attend-contiguous", "contiguous.row_request", 0, 2, "be in [-1, 2)"),
     ("attend-contiguous", "contiguous.n_vis", 0, 17, "be in [0, 17)"),
+    ("attend-selection", "schedule", 3, 256, f"be {ATTENDS} section, whose word 3 is 64"),
+    ("index_scores-flat", "schedule", 3, 64, f"be {INDEXES} section, whose word 3 is 256"),
+    ("index_select-restrict", "schedule", 3, 0, f"be {INDEXES} section, whose word 3 is 256"),
+    ("select-build", "schedule", 3, -1, f"be {INDEXES} section, whose word 3 is 256"),
     ("merge-f32", "lses", (2, 0, 1), NAN, "not be NaN"),
     ("merge-f32", "outs", (1, 0, 1, 5), NAN, "be finite where its lse is"),
     ("merge_selections", "positions", (1, 0, 0), 16, "be in [-1, 16)"),
@@ -154,6 +159,21 @@ def test_bad_value_is_reported_where_it_is(name, label, index, value, expected, 
     call = with_value(CALLS[name](Scene(device)), label, index, value)
     place = list(index) if isinstance(index, tuple) else [index]
     refused(call, f"{label} must {expected}, got {value} at {place}")
+
+
+@pytest.mark.parametrize(
+    "name, sections, others",
+    [("attend-selection", (0, 3, 4), (1, 2)), ("index_scores-flat", (1, 2), (0, 3, 4))],
+)
+def test_a_section_of_other_work_is_reported(name, sections, others, device):
+    scene = Scene(device)
+    call = CALLS[name](scene)
+    with validate.validation():
+        for number in sections:
+            run(call.but(schedule=scene.schedule(number)))
+        for number in others:
+            with pytest.raises(ValueError, match=r"schedule must be an? .* section, whose word 3"):
+                run(call.but(schedule=scene.schedule(number)))
 
 
 @pytest.mark.parametrize("name, change, line", BAD_TOGETHER)
