@@ -27,11 +27,12 @@ def test_tables_are_rendered_from_the_code():
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def run_example(old: str = "", new: str = "") -> dict:
-    """The variables of the example after its run, with `new` in the one place of `old`."""
+def run_example(*changes: tuple[str, str]) -> dict:
+    """The variables of the example after its run, with each (old, new) changed in its one place."""
     text, names = EXAMPLES[0], {}
-    assert not old or text.count(old) == 1
-    text = text.replace(old, new) if old else text
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     torch.manual_seed(0)
     exec(compile(text, "README.md", "exec"), names)
     return names
@@ -50,8 +51,13 @@ def test_example_runs(capsys):
 
 def test_the_examples_tail_carries_what_it_says():
     """Any cut gives the bytes of one call; without the tail the straddling entry is not stored."""
-    cut, whole = run_example(), run_example("1000, 501", "1000, 1000")
-    bare = run_example(" tail=tail,")
+    no_tail = (" tail=tail,", "")
+    one_call = (
+        ("1000, 501", "1000, 1000"),
+        ("arange(10,", "arange(18,"),
+        ("empty(10,", "empty(18,"),
+    )
+    cut, whole, bare = run_example(), run_example(*one_call), run_example(no_tail)
     for pages in ("main", "index"):
         assert torch.equal(cut[pages].data, whole[pages].data)
     records = [names["main"].data.view(512, -1) for names in (bare, whole)]
@@ -63,7 +69,7 @@ def test_the_examples_tail_carries_what_it_says():
         validate.validation(),
         pytest.raises(ValueError, match=r"compress: tail\.rows must be given"),
     ):
-        run_example(" tail=tail,")
+        run_example(no_tail)
 
 
 def test_the_rule_of_the_graphs_calls_is_the_benchs():
