@@ -37,7 +37,8 @@ class _Argument(NamedTuple):
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Each symbol, or number, of the shape and the value that the tensor gives it."""
         for token, size in zip(self.tokens, self.tensor.shape, strict=True):
-            yield token.removesuffix("+1"), size - token.endswith("+1")
+            # int: PyTorch 2.11 takes no bool from a symbolic size
+            yield token.removesuffix("+1"), size - int(token.endswith("+1"))
 
     def fits(self, symbols: dict[str, int]) -> bool:
         return all(size == _expected(name, symbols, size) for name, size in self.sizes())
