@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstddef>
 #include <cstring>
 
 #include "core/params.h"
@@ -127,6 +128,10 @@ int exec_module(PyObject* module) {
         PyModule_AddIntConstant(module, "POOL_BLOCK", kPoolBlock) < 0 ||
         PyModule_AddIntConstant(module, "MAX_PAGE_SIZE", kMaxPageSize) < 0 ||
         PyModule_AddIntConstant(module, "SYNC_BYTES", kSyncBytes) < 0 ||
+        PyModule_AddIntConstant(module, "ATTEND_TILE", kAttendTile) < 0 ||
+        PyModule_AddIntConstant(module, "INDEX_TILE", kIndexTile) < 0 ||
+        PyModule_AddIntConstant(module, "SCHEDULE_TILE_WORD",
+                                offsetof(ScheduleHeader, tile) / sizeof(int32_t)) < 0 ||
         PyModule_AddIntConstant(module, "MAX_TOP_K", ops::kMaxTopK) < 0 ||
         PyModule_AddIntConstant(module, "MAX_POOL_BLOCKS", ops::kMaxPoolBlocks) < 0 ||
         PyModule_AddIntConstant(module, "MAX_INDEX_HEADS", ops::kMaxIndexHeads) < 0 ||

@@ -23,8 +23,6 @@ _LABELS = {op: [row[0] for row in rows] for op, rows in _C.SIGNATURES.items()}
 _words: dict[torch.device, torch.Tensor] = {}  # i64 [ops]; bit i: argument i of the signature table
 _deferred = False
 _INT32_END = 1 << 31
-# Of core/schedule.h: the word of a section's header that tells the kinds apart, its values.
-_TILE_WORD, _ATTEND_TILE, _INDEX_TILE = 3, 64, 256
 
 
 @dataclass(frozen=True)
@@ -122,10 +120,11 @@ def _pool(a: dict, positions_end: int) -> Findings:
 def _section(a: dict, kinds: str, tile: int) -> Findings:
     """The schedule is a section for work of this kind: the others have rows cut at other places."""
     schedule = a["schedule"]
+    word = _C.SCHEDULE_TILE_WORD
+    header = slice(word, word + 1)
     bad = torch.zeros_like(schedule, dtype=torch.bool)
-    header = slice(_TILE_WORD, _TILE_WORD + 1)
     bad[header] = schedule[header] != tile
-    expected = f"be {kinds} section, whose word {_TILE_WORD} is {tile}"
+    expected = f"be {kinds} section, whose word {word} is {tile}"
     yield Finding("schedule", expected, schedule, bad)
 
 
@@ -208,7 +207,7 @@ def _index(a: dict) -> Findings:
     if a["query_scales"].is_floating_point():
         yield from _finite("query.scales", a["query_scales"], valid)
     yield from _pool(a, table.shape[1] * a["index_page_size"])
-    yield from _section(a, "an index or reindex", _INDEX_TILE)
+    yield from _section(a, "an index or reindex", _C.INDEX_TILE)
 
 
 def _select(a: dict) -> Findings:
@@ -216,7 +215,7 @@ def _select(a: dict) -> Findings:
     table, page_size = a["block_table"], a["page_size"]
     yield from _in("block_table", table, -1, _INT32_END // page_size)
     yield from _pool(a, table.shape[1] * page_size)
-    yield from _section(a, "an index or reindex", _INDEX_TILE)
+    yield from _section(a, "an index or reindex", _C.INDEX_TILE)
 
 
 def _normalize_pool(a: dict) -> Findings:
@@ -237,7 +236,7 @@ def _attend(a: dict) -> Findings:
     yield from _finite("q", a["q"], reads)
     yield from _no_nan("sink", a["sink"])
     yield from _derotate(a)
-    yield from _section(a, "a window, attend or contiguous", _ATTEND_TILE)
+    yield from _section(a, "a window, attend or contiguous", _C.ATTEND_TILE)
 
 
 def _derotate(a: dict) -> Findings:
