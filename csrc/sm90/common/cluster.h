@@ -69,22 +69,8 @@ int32_t cluster_size_for(int64_t clusters, int threads, size_t shared) {
     return size;
 }
 
-// `clusters` clusters of `size` blocks, after the kernel in front of it.
-template <class... Params, class... Args>
-cudaError_t launch_clusters_after(void (*kernel)(Params...), int64_t clusters, int32_t size,
-                                  int threads, size_t shared, cudaStream_t stream,
-                                  const Args&... args) {
-    if (clusters == 0) return cudaSuccess;
-    ClusterLaunch launch(clusters, size, threads, shared);
-    launch.config.stream = stream;
-    last_launch = {launch.config.gridDim.x, 1, 1, threads, shared};
-    const cudaError_t error = raise_limits(kernel, shared);
-    if (error != cudaSuccess) return error;
-    return cudaLaunchKernelEx(&launch.config, kernel, static_cast<Params>(args)...);
-}
-
-// The same. The kernel is launched while the one in front of it is
-// ending: what it reads and writes comes behind cudaGridDependencySynchronize().
+// `clusters` clusters of `size` blocks of a kernel that starts while the one before it ends, and
+// calls wait_for_previous (dependents.cuh).
 template <class... Params, class... Args>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int32_t size, int threads,
                             size_t shared, cudaStream_t stream, const Args&... args) {

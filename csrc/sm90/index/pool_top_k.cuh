@@ -22,6 +22,7 @@
 
 #include "core/scoring.h"
 #include "sm90/common/remote_store.cuh"
+#include "sm90/common/warp_scan.cuh"
 #include "sm90/index/pool_scores.cuh"
 #include "sm90/select/candidates.cuh"
 #include "sm90/select/score_sources.cuh"
@@ -160,18 +161,9 @@ class PoolTopK {
         return total;
     }
 
-    // The sum over the lanes up to this one.
-    __device__ __forceinline__ int32_t sum_of_lanes(int32_t value) const {
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int32_t other = __shfl_up_sync(~0u, value, step);
-            if (lane_ >= step) value += other;
-        }
-        return value;
-    }
-    // The same; the last lane leaves it for the other warps.
+    // The sum over the lanes up to this one; the last lane leaves it for the other warps.
     __device__ __forceinline__ int32_t scan(int32_t value) {
-        value = sum_of_lanes(value);
+        value = sum_of_lanes_up_to(value, lane_);
         if (lane_ == 31) s_.sums[warp_] = value;
         return value;
     }
@@ -218,7 +210,7 @@ class PoolTopK {
                     before += all;
                     continue;
                 }
-                int32_t above = before + sum_of_lanes(here) - here;
+                int32_t above = before + sum_of_lanes_up_to(here, lane_) - here;
                 const uint32_t counts[kUnit] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int b = kUnit - 1; b >= 0; --b) {

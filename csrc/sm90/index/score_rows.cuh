@@ -5,6 +5,7 @@
 
 #include "sm90/common/dependents.cuh"
 #include "sm90/common/prefetch.cuh"
+#include "sm90/common/warp_scan.cuh"
 #include "sm90/index/row_scores.cuh"
 
 namespace flash_csa::sm90 {
@@ -132,12 +133,7 @@ __device__ __forceinline__ int32_t divide_rows(const IndexScoresParams& p, Share
         last_segment = group_of(p, row);
         own += last_segment.end;
     }
-    int32_t upto = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int32_t other = __shfl_up_sync(~0u, upto, step);
-        if (lane >= step) upto += other;
-    }
+    const int32_t upto = sum_of_lanes_up_to(own, lane);
     if (lane == 31) shared.warp_units[warp] = upto;
     __syncthreads();
     int32_t total = 0, before = upto - own;

@@ -12,6 +12,7 @@
 
 #include "core/columns.h"
 #include "sm90/common/fresh.cuh"
+#include "sm90/common/warp_scan.cuh"
 
 namespace flash_csa::sm90 {
 
@@ -125,20 +126,10 @@ class Planner {
   private:
     __device__ static void sync() { cutlass::arch::NamedBarrier::sync(kPlanners, kPlannerBarrier); }
 
-    // The sum over the lanes up to this one.
-    __device__ static int32_t scan(int32_t value) {
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int32_t other = __shfl_up_sync(~0u, value, step);
-            if (static_cast<int32_t>(threadIdx.x % 32) >= step) value += other;
-        }
-        return value;
-    }
-
     // Units of at most 32 rows, one a lane: every warp for itself, so that nobody waits.
     __device__ int32_t count_few() {
         group_ = group_at(p_, thread_ % 32, max_rows_);
-        const int32_t upto = scan(group_.end);
+        const int32_t upto = sum_of_lanes_up_to(group_.end, threadIdx.x % 32);
         before_ = upto - group_.end;
         return __shfl_sync(~0u, upto, 31);
     }
@@ -166,7 +157,7 @@ class Planner {
             own += group.end;
         }
         const int32_t lane = thread_ % 32, warp = thread_ / 32;
-        const int32_t upto = scan(own);
+        const int32_t upto = sum_of_lanes_up_to(own, lane);
         sync();  // the last scan's sums are read
         if (lane == 31) list_.warp_sums[warp] = upto;
         sync();

@@ -14,6 +14,7 @@
 #include "core/scoring.h"
 #include "sm90/common/cluster_sync.cuh"
 #include "sm90/common/fresh.cuh"
+#include "sm90/common/warp_scan.cuh"
 #include "sm90/select/exchange.cuh"
 
 namespace flash_csa::sm90 {
@@ -226,12 +227,7 @@ class Candidates {
     // The sum over lower threads; total: over all. A barrier of the block lies between two calls.
     __device__ int32_t sum_before(int32_t value, int32_t& total) {
         const int32_t lane = thread_ % 32, warp = thread_ / 32;
-        int32_t upto = value;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int32_t other = __shfl_up_sync(~0u, upto, step);
-            if (lane >= step) upto += other;
-        }
+        const int32_t upto = sum_of_lanes_up_to(value, lane);
         if (lane == 31) s_.warp_sums[warp] = upto;
         __syncthreads();
         const int32_t sum = lane < kClusterThreads / 32 ? s_.warp_sums[lane] : 0;
