@@ -124,6 +124,23 @@ def test_keys_of_a_few_kinds(rows: int, kinds: int, device) -> None:
     assert_reindex(case, random_pool(case, 300), 512)
 
 
+@pytest.mark.parametrize("k", [30, 512])
+@pytest.mark.parametrize("rows", CLUSTERS)
+def test_scores_near_each_other(rows: int, k: int, device) -> None:
+    """More in a bin of keys than are compared with each other, and a few far above it."""
+    case = index_case([2000] * rows, [1] * rows, heads=2, device=device)
+    spread_scales(case, 127, 128)
+    case.query.scales.view(torch.uint8).fill_(127)
+    size = case.index.page_size
+    codes = case.index.data[:, : 64 * size].view(-1, size, 64)
+    codes[:, :, :16] = 0x77  # all of them sixes: with the first head 192
+    case.query.codes[:, :, :16] = torch.tensor([0x22, 0], dtype=torch.uint8)[:, None]
+    case.query.codes[:, 0, 16:] = 0
+    case.weights.copy_(torch.tensor([1, 2**-11]))  # the second head tells them apart
+    case.index.data[:, 64 * size :].view(-1, size, 4)[:, ::47, 0] = 128
+    assert_reindex(case, random_pool(case, 300), k)
+
+
 @pytest.mark.parametrize("steps", [2, 3, 24])
 @pytest.mark.parametrize("rows", CLUSTERS)
 def test_scores_that_rise(rows: int, steps: int, device) -> None:
