@@ -137,17 +137,24 @@ __device__ __forceinline__ uint64_t uniform(uint64_t operand) {
     return (operand >> 32 << 32) | low;
 }
 
-// q . k^T of a tile: 32 steps of 16 dims.
+// q . k^T of a tile: 32 steps of 16 dims. While they run, nobody else gets at shared memory: where
+// conversion binds, pauses let it in.
+template <bool kPauses>
 __device__ __forceinline__ void issue_scores(uint64_t q, uint64_t kv, float (&s)[32]) {
+    constexpr int kSteps = kHeadDim / 16, kTogether = kPauses ? 2 : kSteps;
     kv = uniform(kv);
-    fence_registers(s);
-    cute::warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k) {
-        const int at = k / 4 * kTilePanelBytes + k % 4 * 32;
-        multiply_64x64(advance(q, at), advance(kv, at), s, k > 0);
+    for (int first = 0; first < kSteps; first += kTogether) {
+        if (first > 0) cute::warpgroup_wait<0>();
+        fence_registers(s);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int k = first; k < first + kTogether; ++k) {
+            const int at = k / 4 * kTilePanelBytes + k % 4 * 32;
+            multiply_64x64(advance(q, at), advance(kv, at), s, k > 0);
+        }
+        cute::warpgroup_commit_batch();
     }
-    cute::warpgroup_commit_batch();
 }
 
 // p . v of a tile, for one half of the columns: steps kFirst .. kEnd of 16 records.
@@ -231,10 +238,11 @@ struct ScoreState {
     uint32_t weights_parity = 1;
 };
 
+template <bool kPauses>
 __device__ __forceinline__ void start_scores(Shared& shared, const Ring& ring, uint64_t q,
                                              ScoreState& state) {
     shared.tile_full[ring.stage].wait(ring.parity);
-    issue_scores(q, advance(k_major(shared.kv[0]), ring.stage * kTileBytes), state.s);
+    issue_scores<kPauses>(q, advance(k_major(shared.kv[0]), ring.stage * kTileBytes), state.s);
 }
 
 // The other warpgroup's share of it.
@@ -272,7 +280,7 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, float sc
 // The tiles of a piece but the last, which has its products then, as the first one has them
 // before. A tile is given back before the products of the next one are issued, which the
 // conversion of the one after that is under.
-template <bool kPair>
+template <bool kPair, bool kPauses>
 __device__ __forceinline__ void score_tiles(Shared& shared, int count, const RowPair& rows,
                                             uint64_t q, float scale, Ring& ring,
                                             ScoreState& state) {
@@ -284,7 +292,7 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, const Row
         cute::warpgroup_wait<0>();
         fence_registers(state.o.part);
         give_tile_back<kPair, 0>(shared, ring.stage);
-        start_scores(shared, next, q, state);
+        start_scores<kPauses>(shared, next, q, state);
         cute::warpgroup_wait<0>();
         fence_registers(state.s);
         ring = next;
@@ -325,7 +333,7 @@ __device__ __forceinline__ bool next_is_there(Shared& shared, PieceTurn turn, co
     return true;
 }
 
-template <bool kPair>
+template <bool kPair, bool kPauses>
 __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& plan,
                                        const Cuts& cuts, Shared& shared) {
     const RowPair rows;
@@ -345,11 +353,11 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         shared.query_full.wait(turn.number & 1);
         if (count > 0) {
             if (!started) {
-                start_scores(shared, ring, q, state);
+                start_scores<kPauses>(shared, ring, q, state);
                 cute::warpgroup_wait<0>();
                 fence_registers(state.s);
             }
-            score_tiles<kPair>(shared, count, rows, q, scale, ring, state);
+            score_tiles<kPair, kPauses>(shared, count, rows, q, scale, ring, state);
         } else {
             shared.query_empty.arrive();
         }
@@ -376,7 +384,7 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         };
         started = next_is_there(shared, turn, ring);
         if (started) {
-            start_scores(shared, ring, q, state);
+            start_scores<kPauses>(shared, ring, q, state);
             store_all();
             cute::warpgroup_wait<0>();
             fence_registers(state.s);
@@ -455,7 +463,7 @@ __device__ __forceinline__ void prefetch_first(const AttendParams& p, const Plan
         prefetch_record(p.window, plan.window, first.row, first_record<kPair>(warp) + lane);
 }
 
-template <bool kPair>
+template <bool kPair, bool kPauses>
 __global__ void __launch_bounds__(kThreads, 1)
     many_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
     extern __shared__ __align__(1024) uint8_t bytes[];  // the swizzle counts from multiples of 1024
@@ -476,7 +484,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_previous();
     if (role == 0) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kScores>();
-        scores<kPair>(p, plan.splits, Cuts(p, plan.splits), shared);
+        scores<kPair, kPauses>(p, plan.splits, Cuts(p, plan.splits), shared);
     } else if (role == 1) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kValues>();
         values<kPair>(p, plan.splits, Cuts(p, plan.splits), shared);
@@ -499,10 +507,11 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& splits, in
     int64_t blocks = splits.splits > 0 && items < num_sms ? items : num_sms;
     const Plan plan{splits, Places(p.window.pages), Places(p.main.pages)};
     if (splits.head_blocks % 2 == 0 && num_sms > 1)
-        return launch_clusters(many_heads_kernel<true>, blocks / 2, 2, kThreads, sizeof(Shared),
-                               stream, p, plan);
-    return launch_after(many_heads_kernel<false>, blocks_for(blocks, 1), kThreads, sizeof(Shared),
-                        stream, p, plan);
+        return launch_clusters(many_heads_kernel<true, false>, blocks / 2, 2, kThreads,
+                               sizeof(Shared), stream, p, plan);
+    const auto kernel = p.main.pages.record == RecordId::MixedFp8 ? many_heads_kernel<false, true>
+                                                                  : many_heads_kernel<false, false>;
+    return launch_after(kernel, blocks_for(blocks, 1), kThreads, sizeof(Shared), stream, p, plan);
 }
 
 }  // namespace flash_csa::sm90
