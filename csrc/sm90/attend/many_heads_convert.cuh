@@ -105,7 +105,7 @@ struct Converter {
     template <class Passes>
     __device__ __forceinline__ void convert_for_both() {
         constexpr int kCount = kRecords / Passes::kRecords;
-        const int lane = fresh(this->lane);
+        const int lane = fresh_lane(this->lane);
         LaneCodes codes[kCount];
         uint32_t present = 0;
 #pragma unroll

@@ -67,8 +67,8 @@ struct QueryChunks {
     uint8_t* panel;
 
     __device__ __forceinline__ QueryChunks(int thread, Shared& shared)
-        : chunk(fresh(thread) % kChunks),
-          head(fresh(thread) / kChunks),
+        : chunk(fresh_lane(thread) % kChunks),
+          head(fresh_lane(thread) / kChunks),
           panel(shared.q + chunk / 8 * kTilePanelBytes) {}
     __device__ __forceinline__ uint8_t* at(int i) const {
         return panel + panel_offset(head + i * kStep, chunk % 8);
@@ -190,7 +190,7 @@ struct Copier {
     }
     __device__ __forceinline__ int32_t entry(int32_t tile) const {
         return (piece.is_window(tile) ? tile : tile - piece.window_tiles) * kAttendTile +
-               fresh(first_record<kPair>(warp) + lane % kRecords);
+               fresh_lane(first_record<kPair>(warp) + lane % kRecords);
     }
 
     // What the list says of the lane's record: its slot, or its page if the list is contiguous.
@@ -338,7 +338,7 @@ struct Copier {
     __device__ __forceinline__ void prefetch_next() const {
         int32_t row, head_block;
         if (!pieces.peek(row, head_block)) return;
-        const int thread = fresh(32 * warp + lane);
+        const int thread = fresh_lane(32 * warp + lane);
         prefetch_queries(p, row, head_block, thread);
         prefetch_lists(p, row, thread);
     }

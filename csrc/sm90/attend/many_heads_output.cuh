@@ -71,7 +71,7 @@ inline constexpr int kStagedBytes = 16 * kStagedRowBytes;
 
 __device__ __forceinline__ void stage_output(const Output& o, float upper, float lower,
                                              uint8_t* to) {
-    const int lane = fresh(static_cast<int>(threadIdx.x % 32));
+    const int lane = fresh_lane(static_cast<int>(threadIdx.x % 32));
     // Of four 8 x 8 blocks this lane addresses row lane % 8 of block lane / 8: heads from 0 or 8
     // on, then the same of the next 8 columns.
     uint8_t* row = to + (lane % 16) * kStagedRowBytes;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void stage_output(const Output& o, float upper, float
 template <int kFirstGroup>
 __device__ __forceinline__ void store_rows(const AttendParams& p, const Piece& piece,
                                            const uint8_t* from) {
-    const int lane = fresh(static_cast<int>(threadIdx.x % 32));
+    const int lane = fresh_lane(static_cast<int>(threadIdx.x % 32));
     const int first = piece.head_block * kHeadBlock + threadIdx.x / 32 % kWarps * 16;
     const float* cos_sin = kFirstGroup + 31 >= kFirstRotated ? derotation(p, piece.row) : nullptr;
     uint16_t* out = p.out_bf16.at(piece.row, first);

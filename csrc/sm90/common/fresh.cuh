@@ -9,6 +9,13 @@ __device__ __forceinline__ int fresh(int x) {
     return x;
 }
 
+// The same number of a lane, a thread or a record: that it is not negative makes divisions shifts.
+__device__ __forceinline__ int fresh_lane(int x) {
+    x = fresh(x);
+    __builtin_assume(x >= 0);
+    return x;
+}
+
 // The same value: it is waited for here, if it is on its way.
 __device__ __forceinline__ float fresh(float x) {
     asm volatile("" : "+f"(x));
