@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
+#include <type_traits>
 
 #include "sm90/attend/many_heads.cuh"
 #include "sm90/common/fresh.cuh"
@@ -127,15 +128,40 @@ struct Converter {
             store_remote(peer.at(said), said, peer.at(full));
             full.expect_transaction(kSentBytes);  // of the same warp there
         }
+        // Of a window by one loop, in which the passes change places: a third less code.
+        constexpr bool kLoop = kCount > 1 && Passes::kRecord.order != PageOrder::PageSplit;
+        const auto write = [&](auto first, auto end) {
+            if constexpr (kLoop) {
+                static_assert(kCount == 2);
+#pragma unroll 1
+                for (int i = 0; i < kCount; ++i) {
+                    Passes::template write<first(), end()>(codes[0], lane, row(i));
+                    swap<Passes::kChunks>(codes[0], codes[1]);
+                }
+            } else {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) Passes::template write<0, kLower>(codes[i], lane, row(i));
+                for (int i = 0; i < kCount; ++i)
+                    Passes::template write<first(), end()>(codes[i], lane, row(i));
+            }
+        };
+        using std::integral_constant;
+        write(integral_constant<int, 0>{}, integral_constant<int, kLower>{});
         send<0>(peer, full);
         wait_for_place<1>();
-#pragma unroll
-        for (int i = 0; i < kCount; ++i)
-            Passes::template write<kLower, Passes::kChunks>(codes[i], lane, row(i));
+        write(integral_constant<int, kLower>{}, integral_constant<int, Passes::kChunks>{});
         send<1>(peer, full);
         full.arrive();
+    }
+
+    template <int kChunks>
+    static __device__ __forceinline__ void swap(LaneCodes& a, LaneCodes& b) {
+#pragma unroll
+        for (int j = 0; j < kChunks; ++j) {
+            const uint4 codes = a.codes[j];
+            a.codes[j] = b.codes[j], b.codes[j] = codes;
+            const uint32_t scale = a.scales[j];
+            a.scales[j] = b.scales[j], b.scales[j] = scale;
+        }
     }
 
     // Copies half of the dims of the warp's records to the peer: 8 rows of a panel lie together.
