@@ -11,7 +11,7 @@
 //             that convert them; between rows, the next query into shared memory
 //   convert   (2) each half of the dims, codes -> BF16 fragments in registers: logits^T [64
 //             records, heads] += records . q^T; the fragments are also stored in the tile
-//   softmax   (1) weights, from the sum of both halves
+//   softmax   (1) weights, from the sum of both halves; a warp has 8 heads
 //   values    (1; 16 heads: 2, each half of the dims) out^T [512 dims, heads] += records^T . p^T
 //             from the tile; after the last tile of a row, the output
 //
@@ -43,13 +43,13 @@ __device__ __forceinline__ void start(Shared<kHeads>& shared) {
     } else if (thread == kGroupThreads) {
         for (int i = 0; i < kTiles; ++i) {
             shared.tile_full[i].init(kConvertGroups * kGroupThreads);
-            for (int s = 0; s < kSpans; ++s)
-                shared.tile_empty[s][i].init(kValueThreads<kHeads> / kSpans);
+            for (int s = 0; s < kGivenParts<kHeads>; ++s)
+                shared.tile_empty[s][i].init(kValueThreads<kHeads> / kGivenParts<kHeads>);
             shared.weights_full[i].init(kGroupThreads);
             shared.raised[i].init(kGroupThreads);
         }
         shared.logits_empty.init(kGroupThreads);
-        shared.totals_full.init(32);
+        shared.totals_full.init(kGroupThreads);
         shared.totals_empty.init(kValueThreads<kHeads>);
         for (int i = 0; i < kQueries<kHeads>; ++i) {
             shared.row_full[i].init(kGroupThreads);
@@ -69,11 +69,11 @@ struct Registers<8> {
 };
 template <>
 struct Registers<16> {
-    static constexpr uint32_t kConvert = 88, kSoftmax = 64, kValues = 80, kCopy = 80;
+    static constexpr uint32_t kConvert = 96, kSoftmax = 48, kValues = 80, kCopy = 80;
 };
 template <>
 struct Registers<32> {
-    static constexpr uint32_t kConvert = 88, kSoftmax = 72, kValues = 168, kCopy = 64;
+    static constexpr uint32_t kConvert = 88, kSoftmax = 56, kValues = 168, kCopy = 80;
 };
 template <int kHeads>
 inline constexpr uint32_t kLaunchRegisters = kHeads == 16 ? 80 : 96;

@@ -20,6 +20,7 @@
 #include "core/list.h"
 #include "core/schedule.h"
 #include "sm90/attend/dequant.cuh"
+#include "sm90/common/fresh.cuh"
 #include "sm90/common/lane_codec.cuh"
 #include "sm90/common/prefetch.cuh"
 #include "sm90/common/wgmma.cuh"
@@ -49,7 +50,7 @@ inline constexpr int kSpan = 128;  // dims
 inline constexpr int kSpans = kHeadDim / kSpan / kConvertGroups;  // of a warpgroup
 
 // A slot holds 16 records of MainFp4 or 8 of WindowFp8, for one warp of both converting groups.
-inline constexpr int kSlotBytes = 4672;
+inline constexpr int kSlotBytes = 4608;
 template <int kHeads>
 inline constexpr int kSlots = kHeads == 8    ? 4
                               : kHeads == 16 ? 3
@@ -57,8 +58,23 @@ inline constexpr int kSlots = kHeads == 8    ? 4
 // Queries that are there at a time: as many as the shared memory holds.
 template <int kHeads>
 inline constexpr int kQueries = kHeads == 8 ? 2 : 1;
+// Parts in which a tile is given back: what comes of a span of each converting group.
+template <int kHeads>
+inline constexpr int kGivenParts = kHeads == 8 ? 1 : kSpans;
 inline constexpr uint32_t kAllRecords = (1u << kWarpRecords) - 1;
 inline constexpr int kPresentSets = 8;  // tiles that are somewhere between copies and softmax
+
+// A warp of the softmax has 8 heads and, of those heads, 1 / kRecordGroups of the records.
+template <int kHeads>
+inline constexpr int kHeadGroups = kHeads / 8;
+template <int kHeads>
+inline constexpr int kRecordGroups = kWarps / kHeadGroups<kHeads>;
+
+// With 32 heads registers are scarce: what follows from a lane is computed where it is used.
+template <int kHeads>
+__device__ __forceinline__ int seldom(int lane) {
+    return kHeads == 32 ? fresh(lane) : lane;
+}
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
@@ -199,8 +215,8 @@ struct Shared {
     uint8_t q[kQueries][kPanels][kHeads][kPanelRowBytes];  // [panel][head][dim], swizzled
     uint8_t p[kTiles][kHeads][kPanelRowBytes];             // [head][record], swizzled
     float4 logits[kConvertGroups][kFragment<kHeads> / 4][kGroupThreads];  // over half of the dims
-    uint8_t slots[kWarps][kSlots][kSlotBytes];
-    float reduce[kWarps][kHeads];
+    alignas(128) uint8_t slots[kWarps][kSlots][kSlotBytes];
+    float reduce[kRecordGroups<kHeads>][kHeads];
     float keep[kTiles][kHeads];  // what older sums are worth where `over` is set
     float max[kHeads], sum[kHeads];
     float sink[kHeads];
@@ -211,7 +227,7 @@ struct Shared {
     bool last;
     Barrier slot_full[kWarps][kSlots], slot_empty[kWarps][kSlots];
     Barrier tile_full[kTiles];
-    Barrier tile_empty[kSpans][kTiles];  // of what comes of one span of each converting group
+    Barrier tile_empty[kGivenParts<kHeads>][kTiles];
     Barrier weights_full[kTiles], raised[kTiles];
     Barrier logits_empty;
     Barrier totals_full, totals_empty;
@@ -244,9 +260,12 @@ struct Run {
     int32_t begin = 0, end = 0;
 
     __device__ __forceinline__ void start(const Tiles& of_row, const Plan& plan, int32_t item) {
-        const int32_t piece = item % plan.splits;
         tiles = of_row;
-        const int64_t count = tiles.count();
+        begin = 0;
+        end = tiles.count();
+        if (plan.splits == 1) return;
+        const int32_t piece = item % plan.splits;
+        const int64_t count = end;
         begin = static_cast<int32_t>(count * piece / plan.splits);
         end = static_cast<int32_t>(count * (piece + 1) / plan.splits);
     }
@@ -254,8 +273,10 @@ struct Run {
 
 // ---- Records
 
-// Where record i of a warp lies in its slots, and how a lane reads its 32 dims of a span and makes
-// values of 8 of them.
+// Where chunk c (16 bytes) of record i of a slot lies, how a lane reads its 32 dims of a span, and
+// makes values of 8 of them. What a quarter of a warp copies is a row of the banks: `cp.async`
+// takes a turn of the shared memory for every row and every line of the memory. Scales lie behind
+// the codes.
 template <RecordId kId>
 struct Reader;
 
@@ -271,12 +292,15 @@ struct Reader<RecordId::MainFp4> {
     using Factors = uint2;
 
     // 64 bytes of records 2 i and 2 i + 1 are read at once: in different banks.
-    static __device__ __forceinline__ int place(int i) {
-        return i / 2 * kRecord.bytes() + i % 2 * (8 * kRecord.bytes() + 64);
+    static __device__ __forceinline__ int chunk(int i, int c) {
+        return kRecord.data_bytes * i + ((c ^ i % 2 * 4) << 4);
     }
-    static __device__ __forceinline__ Codes read(const uint8_t* at, int span, int t) {
-        return {*reinterpret_cast<const uint4*>(at + 64 * span + 16 * t),
-                *reinterpret_cast<const uint16_t*>(at + kRecord.data_bytes + 8 * span + 2 * t)};
+    static __device__ __forceinline__ int scales(int i) {
+        return kEach * kRecord.data_bytes + 32 * i;
+    }
+    static __device__ __forceinline__ Codes read(const uint8_t* slot, int i, int span, int t) {
+        return {*reinterpret_cast<const uint4*>(slot + chunk(i, 4 * span + t)),
+                *reinterpret_cast<const uint16_t*>(slot + scales(i) + 8 * span + 2 * t)};
     }
     static __device__ __forceinline__ Factors factors(const Codes& codes) {
         return e4m3_factors(codes.scales);
@@ -301,11 +325,18 @@ struct Reader<RecordId::WindowFp8> {
     };
     using Factors = uint32_t;
 
-    // Every second 16 bytes of records 2 i and 2 i + 1 are read at once: 33 * 16 bytes apart.
-    static __device__ __forceinline__ int place(int i) { return i * kRecord.bytes(); }
-    static __device__ __forceinline__ Codes read(const uint8_t* at, int span, int t) {
-        const auto* from = reinterpret_cast<const uint4*>(at + kSpan * span + 32 * t);
-        return {{from[0], from[1]}, at[kRecord.data_bytes + 4 * span + t]};
+    // Every second 16 bytes of records 2 i and 2 i + 1 are read at once: in different banks.
+    static __device__ __forceinline__ int chunk(int i, int c) {
+        return kRecord.data_bytes * i + ((c ^ i % 2) << 4);
+    }
+    static __device__ __forceinline__ int scales(int i) {
+        return kEach * kRecord.data_bytes + 16 * i;
+    }
+    static __device__ __forceinline__ Codes read(const uint8_t* slot, int i, int span, int t) {
+        const auto words = [=](int c) {
+            return *reinterpret_cast<const uint4*>(slot + chunk(i, 8 * span + 2 * t + c));
+        };
+        return {{words(0), words(1)}, slot[scales(i) + 4 * span + t]};
     }
     static __device__ __forceinline__ Factors factors(const Codes& codes) {
         return ue8m0_factor(codes.scale);

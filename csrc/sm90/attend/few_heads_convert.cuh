@@ -4,30 +4,10 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "sm90/attend/few_heads.cuh"
+#include "sm90/attend/few_heads_products.cuh"
 #include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90::few_heads {
-
-template <int kHeads>
-struct Atoms;
-#define FCSA_FEW_HEADS_ATOMS(n)                                                               \
-    template <>                                                                               \
-    struct Atoms<n> {                                                                         \
-        using Logits =                                                                        \
-            detail::gmma::MMA_64x##n##x16_F32BF16BF16_RS<detail::Major::K, detail::Major::K>; \
-    };
-FCSA_FEW_HEADS_ATOMS(8)
-FCSA_FEW_HEADS_ATOMS(16)
-FCSA_FEW_HEADS_ATOMS(32)
-#undef FCSA_FEW_HEADS_ATOMS
-
-// logits [64 records, heads] += a [64, 16 dims] . q [heads, 16 dims]^T.
-template <int kHeads>
-__device__ __forceinline__ void multiply_logits(const FragmentA& a, uint64_t q,
-                                                float (&d)[kFragment<kHeads>]) {
-    detail::multiply<typename Atoms<kHeads>::Logits>(a, q, d, true,
-                                                     std::make_index_sequence<kFragment<kHeads>>{});
-}
 
 // One thread's state.
 template <int kHeads>
@@ -39,11 +19,13 @@ struct Converter {
     Turn<kSlots<kHeads>> slot;
     Turn<kTiles> tile;
     Turn<kQueries<kHeads>> query_at;
+    Products<kHeads> products;
     uint32_t logits_parity = 1;
 
     __device__ __forceinline__ void work(int32_t items) {
         for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
             shared.row_full[query_at.at].wait(query_at.parity);
+            products.load_query(shared.q[query_at.at], group, lane);
             int32_t tiles = shared.tiles[query_at.at], window = shared.window[query_at.at];
             for (int32_t k = 0; k < tiles; ++k) {
                 if (kHeads == 32) {  // read again for each tile: registers are scarce
@@ -69,7 +51,7 @@ struct Converter {
     template <RecordId kId>
     __device__ __forceinline__ void convert() {
         using Read = Reader<kId>;
-        const int of_lane = kHeads == 32 ? fresh(lane) : lane, g = of_lane / 4, t = of_lane % 4;
+        const int of_lane = seldom<kHeads>(lane), g = of_lane / 4, t = of_lane % 4;
         const uint8_t* at[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -77,34 +59,34 @@ struct Converter {
                 if (i > 0) slot.next();
                 shared.slot_full[warp][slot.at].wait(slot.parity);
             }
-            at[i] = shared.slots[warp][slot.at] + Read::place(i < Read::kSlots ? g : g + 8);
+            at[i] = shared.slots[warp][slot.at];
         }
         const auto read = [&](int s) {
-            return Span<Read>{Read::read(at[0], kSpans * group + s, t),
-                              Read::read(at[1], kSpans * group + s, t)};
+            return Span<Read>{
+                Read::read(at[0], g, kSpans * group + s, t),
+                Read::read(at[1], Read::kSlots == 1 ? g + 8 : g, kSpans * group + s, t)};
         };
-        float logits[kFrag];
-#pragma unroll
-        for (float& x : logits) x = 0.f;
+        products.clear();
         if constexpr (Read::kSlots == 1) {
             const Span<Read> low = read(0), high = read(1);
             release_slots<Read>();
             shared.tile_empty[0][tile.at].wait(tile.parity ^ 1);
-            convert_span(low, 0, logits);
-            shared.tile_empty[1][tile.at].wait(tile.parity ^ 1);
-            convert_span(high, 1, logits);
+            convert_span(low, 0);
+            if (kGivenParts<kHeads> > 1) shared.tile_empty[1][tile.at].wait(tile.parity ^ 1);
+            convert_span(high, 1);
         } else {
-#pragma unroll 1  // rarer, and longer: the instruction cache
+#pragma unroll(kHeads == 32 ? 1 : kSpans)
             for (int s = 0; s < kSpans; ++s) {
-                shared.tile_empty[s][tile.at].wait(tile.parity ^ 1);
+                if (s < kGivenParts<kHeads>) shared.tile_empty[s][tile.at].wait(tile.parity ^ 1);
                 const Span<Read> span = read(s);
                 if (s == kSpans - 1) release_slots<Read>();
-                convert_span(span, s, logits);
+                convert_span(span, s);
             }
         }
-        cute::warpgroup_wait<0>();
-        fence_registers(logits);
-        hand_over(logits);
+        shared.logits_empty.wait(logits_parity);
+        logits_parity ^= 1;
+        products.finish();
+        hand_over(products.logits);
     }
 
     // Gives back the slots of the tile that was read.
@@ -118,22 +100,16 @@ struct Converter {
 
     // Converts span s of this group's and multiplies it with the query.
     template <class Read>
-    __device__ __forceinline__ void convert_span(const Span<Read>& span, int s,
-                                                 float (&logits)[kFrag]) {
+    __device__ __forceinline__ void convert_span(const Span<Read>& span, int s) {
         // Of a fragment's four 8 x 8 blocks (record, dim) this lane addresses row lane % 8 of
         // block lane / 8: records from 0 or 8 on, half 0 or 1 of the step.
         uint8_t* to = shared.kv[tile.at][4 * group + lane / 16][kWarpRecords * warp + lane % 16];
-        constexpr int kQueryPanel = static_cast<int>(sizeof shared.q[0][0]);
-        const uint64_t q =
-            advance(k_major(shared.q[query_at.at]), 2 * (kSpans * group + s) * kQueryPanel);
         const typename Read::Factors factors[2] = {Read::factors(span.codes[0]),
                                                    Read::factors(span.codes[1])};
-        FragmentA a[2][2];  // of two units: one is read while the other is made
+        FragmentA a[2][2];  // of two units: one may be read while the other is made
 #pragma unroll
         for (int u = 0; u < 4; ++u) {
-            // Values are made after the wait (Reader::values has a fence for the compiler): the
-            // products of two units ago read the registers that they go to.
-            cute::warpgroup_wait<1>();
+            products.before_values();
             const int chunk = 4 * s + u;
             const uint4 x = Read::values(span.codes[0], factors[0], u);
             const uint4 y = Read::values(span.codes[1], factors[1], u);
@@ -147,19 +123,12 @@ struct Converter {
                     *reinterpret_cast<cute::uint128_t*>(to + 2 * h * kPanelBytes +
                                                         ((chunk ^ lane % 8) << 4)));
             }
-            cute::warpgroup_arrive();
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                multiply_logits<kHeads>(
-                    a[u % 2][h], advance(q, u / 2 * kQueryPanel + 64 * (u % 2) + 32 * h), logits);
-            cute::warpgroup_commit_batch();
+            products.multiply(shared.q[query_at.at], group, s, u, a[u % 2]);
         }
     }
 
     // Gives the tile and its logits to the values.
     __device__ __forceinline__ void hand_over(const float (&logits)[kFrag]) {
-        shared.logits_empty.wait(logits_parity);
-        logits_parity ^= 1;
 #pragma unroll
         for (int i = 0; i < kFrag / 4; ++i)
             shared.logits[group][i][32 * warp + lane] =

@@ -61,15 +61,16 @@ struct Copier {
 
     // Slots of two tiles: lane 16 h + r has that of record r of the warp's of tile `tile` + h.
     __device__ __forceinline__ int32_t find(int32_t tile) const {
-        const int of_lane = fresh(lane);  // seldom
+        const int of_lane = seldom<kHeads>(lane);
         tile += of_lane / kWarpRecords;
         const int at = kWarpRecords * warp + of_lane % kWarpRecords;
         return tile < run.end ? run.tiles.slot(p, tile, at, plan.main.page) : -1;
     }
 
     __device__ __forceinline__ uint32_t distance(int32_t tile, int32_t slot) const {
-        return run.tiles.is_window(tile + fresh(lane) / kWarpRecords) ? plan.window.distance(slot)
-                                                                      : plan.main.distance(slot);
+        return run.tiles.is_window(tile + seldom<kHeads>(lane) / kWarpRecords)
+                   ? plan.window.distance(slot)
+                   : plan.main.distance(slot);
     }
 
     __device__ __forceinline__ void work() {
@@ -169,26 +170,26 @@ struct Copier {
     // A half of the warp brings a record's codes; pairs of lanes the scales.
     __device__ __forceinline__ void copy_slot(Reader<RecordId::MainFp4> read, const uint8_t* data,
                                               uint32_t places, int first, uint8_t* to) const {
-        const int at = kHeads == 32 ? fresh(lane) : lane, half = at / 16, chunk = at % 16 * 16;
+        const int at = seldom<kHeads>(lane), half = at / 16, chunk = at % 16;
+        uint8_t* own = to + read.chunk(half, chunk);
 #pragma unroll
         for (int i = 0; i < read.kEach; i += 2)
-            copy_chunk(to + read.place(half) + read.place(i) + chunk, data + chunk, places,
+            copy_chunk(own + i * read.kRecord.data_bytes, data + 16 * chunk, places,
                        first + i + half);
-        const int rest = read.kRecord.data_bytes + at % 2 * 16;
-        copy_chunk(to + read.place(at / 2) + rest, data + rest, places, first + at / 2);
+        copy_chunk(to + read.scales(0) + 16 * at, data + read.kRecord.data_bytes + at % 2 * 16,
+                   places, first + at / 2);
     }
 
     // The warp brings a record's codes; a lane the scales.
     __device__ __forceinline__ void copy_slot(Reader<RecordId::WindowFp8> read, const uint8_t* data,
                                               uint32_t places, int first, uint8_t* to) const {
-        const int at = kHeads == 32 ? fresh(lane) : lane;
+        const int at = seldom<kHeads>(lane);
 #pragma unroll(kHeads == 32 ? 4 : 8)  // of few registers
         for (int i = 0; i < read.kEach; ++i)
-            copy_chunk(to + read.place(i) + at * 16, data + at * 16, places, first + i);
+            copy_chunk(to + read.chunk(i, at), data + at * 16, places, first + i);
         constexpr int kCodes = read.kRecord.data_bytes;
-        const int last = at % read.kEach;
-        copy_chunk(to + read.place(last) + kCodes, data + kCodes, places, first + last,
-                   lane < read.kEach);
+        copy_chunk(to + read.scales(at % read.kEach), data + kCodes, places,
+                   first + at % read.kEach, lane < read.kEach);
     }
 };
 

@@ -3,29 +3,15 @@
 
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
-#include <cute/arch/mma_sm80.hpp>
 
 #include "sm90/attend/few_heads.cuh"
+#include "sm90/attend/few_heads_products.cuh"
 #include "sm90/attend/output.cuh"
 #include "sm90/common/exp2.cuh"
 #include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90::few_heads {
 
-// d [16, 8] += a [16, 16] . b [8, 16]^T.
-__device__ __forceinline__ void multiply_step(const FragmentA& a, uint32_t b0, uint32_t b1,
-                                              float* d) {
-    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0,
-                                              b1, d[0], d[1], d[2], d[3]);
-}
-
-__device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t& a, uint32_t& b) {
-    cute::SM75_U32x2_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), a, b);
-}
-__device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t& a, uint32_t& b,
-                                              uint32_t& c, uint32_t& d) {
-    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), a, b, c, d);
-}
 __device__ __forceinline__ void load_transposed(const uint8_t* from, uint32_t (&to)[4]) {
     cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), to[0], to[1],
                                   to[2], to[3]);
@@ -47,8 +33,7 @@ inline constexpr float kNone = -0x1p100f;
 
 // Waits for the next run; its tiles.
 template <int kHeads>
-__device__ __forceinline__ int32_t next_run(Shared<kHeads>& shared, Turn<kQueries<kHeads>>& at,
-                                            int lane) {
+__device__ __forceinline__ int32_t next_run(Shared<kHeads>& shared, Turn<kQueries<kHeads>>& at) {
     shared.row_full[at.at].wait(at.parity);
     const int32_t tiles = shared.tiles[at.at];
     shared.row_empty[at.at].arrive();
@@ -56,39 +41,39 @@ __device__ __forceinline__ int32_t next_run(Shared<kHeads>& shared, Turn<kQuerie
     return tiles;
 }
 
-// The softmax, one thread's state.
+// The softmax, one thread's state: of 8 heads and of kRows blocks of 16 records.
 template <int kHeads>
 struct Weigher {
-    static constexpr int kCols = kColumns<kHeads>;
-    static constexpr int kFrag = kFragment<kHeads>;
+    static constexpr int kRows = kTile / 16 / kRecordGroups<kHeads>;
+    static constexpr bool kMeet = kRecordGroups<kHeads> > 1;  // others have the same heads
     using Shared = few_heads::Shared<kHeads>;
+    // Of each block records g and g + 8, heads 2 t and 2 t + 1 of the warp's.
+    using Logits = float[kRows][4];
 
     Shared& shared;
     const float scale;  // to logits in base 2
     const int warp, lane;
     const int g = lane / 4, t = lane % 4;
+    const int heads = warp % kHeadGroups<kHeads>, records = warp / kHeadGroups<kHeads>;
     Turn<kTiles> tile;
     Turn<kQueries<kHeads>> query_at;
     uint32_t totals_parity = 1;
     int present_set = 0;
-    float base[kCols];  // log2 of what weights are relative to
-    float sum[kCols];   // of this thread's records
+    float base[2];  // log2 of what weights are relative to
+    float sum[2];   // of this thread's records
 
     __device__ __forceinline__ void sync() const {
         cutlass::arch::NamedBarrier::sync(kGroupThreads, 0);
     }
-    __device__ __forceinline__ int head_of(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
+    __device__ __forceinline__ int head_of(int i) const { return 8 * heads + 2 * t + i; }
 
     __device__ __forceinline__ void work(int32_t items) {
         for (int32_t item = blockIdx.x; item < items; item += gridDim.x) {
-            const int32_t tiles = next_run(shared, query_at, lane);
-#pragma unroll
-            for (int c = 0; c < kCols; ++c) {
-                base[c] = kNone;
-                sum[c] = 0.f;
-            }
+            const int32_t tiles = next_run(shared, query_at);
+            base[0] = base[1] = kNone;
+            sum[0] = sum[1] = 0.f;
             for (int32_t i = 0; i < tiles; ++i) {
-                float logits[kFrag];
+                Logits logits;
                 read_logits(logits);
                 weigh(logits);
                 tile.next();
@@ -97,114 +82,127 @@ struct Weigher {
         }
     }
 
-    __device__ __forceinline__ void read_logits(float (&logits)[kFrag]) {
+    __device__ __forceinline__ void read_logits(Logits& logits) {
         shared.tile_full[tile.at].wait(tile.parity);
+        bool all = true;
+        uint32_t there[kRows];
 #pragma unroll
-        for (int i = 0; i < kFrag / 4; ++i) {
-            const float4 a = shared.logits[0][i][32 * warp + lane];
-            const float4 b = shared.logits[1][i][32 * warp + lane];
-            logits[4 * i] = a.x + b.x;
-            logits[4 * i + 1] = a.y + b.y;
-            logits[4 * i + 2] = a.z + b.z;
-            logits[4 * i + 3] = a.w + b.w;
+        for (int b = 0; b < kRows; ++b) {
+            const int block = kRows * records + b;
+            const float4 x = shared.logits[0][heads][32 * block + lane];
+            const float4 y = shared.logits[1][heads][32 * block + lane];
+            logits[b][0] = x.x + y.x;
+            logits[b][1] = x.y + y.y;
+            logits[b][2] = x.z + y.z;
+            logits[b][3] = x.w + y.w;
+            there[b] = shared.present[present_set][block];
+            all &= there[b] == kAllRecords;
         }
-        const uint32_t there = shared.present[present_set][warp];
         present_set = (present_set + 1) % kPresentSets;
         shared.logits_empty.arrive();
-        if (there == kAllRecords) return;
+        if (all) return;
 #pragma unroll
-        for (int i = 0; i < kFrag; ++i)
-            if ((there >> (g + i / 2 % 2 * 8) & 1) == 0) logits[i] = -INFINITY;
+        for (int b = 0; b < kRows; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if ((there[b] >> (g + i / 2 * 8) & 1) == 0) logits[b][i] = -INFINITY;
     }
 
-    // Logits -> weights in shared memory, on the bases as they are, and the values may go on; where
-    // a logit of any warp is far above its base, again on higher ones, for which they wait.
-    __device__ __forceinline__ void weigh(const float (&logits)[kFrag]) {
-        float x[kFrag];
+    // Logits -> weights in shared memory. Where the values' heads are those of several warps, they
+    // may go on with weights on the bases as they are, until they see that a logit of any warp is
+    // far above its base; then they wait for weights on higher ones.
+    __device__ __forceinline__ void weigh(const Logits& logits) {
+        Logits x;
         bool over = false;
 #pragma unroll
-        for (int i = 0; i < kFrag; ++i) {
-            x[i] = fmaf(logits[i], scale, -base[i / 4 * 2 + i % 2]);
-            over |= x[i] > kSlack;
-            x[i] = exp2_approx(x[i]);
-        }
-        store_weights(x);
+        for (int b = 0; b < kRows; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[b][i] = fmaf(logits[b][i], scale, -base[i % 2]);
+                over |= x[b][i] > kSlack;
+                x[b][i] = exp2_approx(x[b][i]);
+            }
         over = __any_sync(kAllLanes, over);
+        if (!kMeet && over) raise(logits, x);
+        store_weights(x);
         if (lane == 0) reinterpret_cast<uint8_t*>(&shared.over[tile.at])[warp] = over;
         __syncwarp();
         shared.weights_full[tile.at].arrive();
-        shared.weights_full[tile.at].wait(tile.parity);
-        if (shared.over[tile.at] != 0) {
-            raise(logits, x);
-            shared.raised[tile.at].arrive();
+        if constexpr (kMeet) {
+            shared.weights_full[tile.at].wait(tile.parity);
+            if (shared.over[tile.at] != 0) {
+                raise(logits, x);
+                store_weights(x);
+                sync();
+                shared.raised[tile.at].arrive();
+            }
         }
 #pragma unroll
-        for (int c = 0; c < kCols; ++c) sum[c] += x[c / 2 * 4 + c % 2] + x[c / 2 * 4 + c % 2 + 2];
+        for (int i = 0; i < 2; ++i) {
+            float more = x[0][i] + x[0][i + 2];
+#pragma unroll
+            for (int b = 1; b < kRows; ++b) more += x[b][i] + x[b][i + 2];
+            sum[i] += more;
+        }
     }
 
     // Raises the bases of heads that have grown by much to the largest logit.
-    __device__ __forceinline__ void raise(const float (&logits)[kFrag], float (&x)[kFrag]) {
-        store_maxima(logits);
-        sync();
+    __device__ __forceinline__ void raise(const Logits& logits, Logits& x) {
+        float top[2];
 #pragma unroll
-        for (int c = 0; c < kCols; ++c) {
-            const int head = head_of(c);
-            float top = shared.reduce[0][head];
+        for (int i = 0; i < 2; ++i) {
+            top[i] = fmaxf(logits[0][i], logits[0][i + 2]);
 #pragma unroll
-            for (int w = 1; w < kWarps; ++w) top = fmaxf(top, shared.reduce[w][head]);
-            top *= scale;
+            for (int b = 1; b < kRows; ++b)
+                top[i] = fmaxf(top[i], fmaxf(logits[b][i], logits[b][i + 2]));
+#pragma unroll
+            for (int bit = 4; bit < 32; bit *= 2)
+                top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], bit));
+            if (kMeet && g == 0) shared.reduce[records][head_of(i)] = top[i];
+        }
+        if constexpr (kMeet) {
+            sync();
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int r = 0; r < kRecordGroups<kHeads>; ++r)
+                    top[i] = fmaxf(top[i], shared.reduce[r][head_of(i)]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            top[i] *= scale;
             float keep = 1.f;
-            if (top - base[c] > kSlack) {
-                keep = exp2_approx(base[c] - top);
-                base[c] = top;
+            if (top[i] - base[i] > kSlack) {
+                keep = exp2_approx(base[i] - top[i]);
+                base[i] = top[i];
             }
-            sum[c] *= keep;
-            if (warp == 0 && g == 0) shared.keep[tile.at][head] = keep;
+            sum[i] *= keep;
+            if (records == 0 && g == 0) shared.keep[tile.at][head_of(i)] = keep;
         }
 #pragma unroll
-        for (int i = 0; i < kFrag; ++i)
-            x[i] = exp2_approx(fmaf(logits[i], scale, -base[i / 4 * 2 + i % 2]));
-        store_weights(x);
-        sync();
+        for (int b = 0; b < kRows; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                x[b][i] = exp2_approx(fmaf(logits[b][i], scale, -base[i % 2]));
     }
 
-    // The largest logit of each head over the warp's records. While there is more than one column
-    // a lane hands half of them to its partner and takes the other half.
-    __device__ __forceinline__ void store_maxima(const float (&logits)[kFrag]) {
-        float largest[kCols];
+    // Two 8 x 8 blocks of [record][head] per 16 records, transposed on the way.
+    __device__ __forceinline__ void store_weights(const Logits& x) {
+        uint8_t* to = shared.p[tile.at][8 * heads];
+        const int chunk = 2 * kRows * records;
+        if constexpr (kRows == 1) {
+            cute::SM90_U16x4_STSM_T::copy(pack_bf16(x[0][0], x[0][1]), pack_bf16(x[0][2], x[0][3]),
+                                          *reinterpret_cast<cute::uint128_t*>(
+                                              to + panel_offset(lane % 8, chunk + lane / 8 % 2)));
+        } else {
 #pragma unroll
-        for (int c = 0; c < kCols; ++c)
-            largest[c] = fmaxf(logits[c / 2 * 4 + c % 2], logits[c / 2 * 4 + c % 2 + 2]);
-        int column = 0;
-#pragma unroll
-        for (int bit = 16, count = kCols; bit >= 4; bit /= 2) {
-            const bool upper = (lane & bit) != 0;
-            if (count == 1) {
-                largest[0] = fmaxf(largest[0], __shfl_xor_sync(kAllLanes, largest[0], bit));
-                continue;
-            }
-            count /= 2;
-            if (upper) column += count;
-#pragma unroll
-            for (int c = 0; c < kCols / 2; ++c) {
-                if (c >= count) break;
-                const float mine = upper ? largest[c + count] : largest[c];
-                const float other = upper ? largest[c] : largest[c + count];
-                largest[c] = fmaxf(mine, __shfl_xor_sync(kAllLanes, other, bit));
-            }
+            for (int b = 0; b < kRows; b += 2)
+                cute::SM90_U16x8_STSM_T::copy(
+                    pack_bf16(x[b][0], x[b][1]), pack_bf16(x[b][2], x[b][3]),
+                    pack_bf16(x[b + 1][0], x[b + 1][1]), pack_bf16(x[b + 1][2], x[b + 1][3]),
+                    *reinterpret_cast<cute::uint128_t*>(
+                        to + panel_offset(lane % 8, chunk + 2 * b + lane / 8)));
         }
-        shared.reduce[warp][head_of(column)] = largest[0];
-    }
-
-    // Two 8 x 8 blocks of [record][head] per 8 heads, transposed on the way.
-    __device__ __forceinline__ void store_weights(const float (&weights)[kFrag]) {
-        uint8_t* to = shared.p[tile.at][0] + panel_offset(lane % 8, 2 * warp + lane / 8 % 2);
-#pragma unroll
-        for (int j = 0; j < kHeads / 8; ++j)
-            cute::SM90_U16x4_STSM_T::copy(
-                pack_bf16(weights[4 * j], weights[4 * j + 1]),
-                pack_bf16(weights[4 * j + 2], weights[4 * j + 3]),
-                *reinterpret_cast<cute::uint128_t*>(to + j * 8 * kPanelRowBytes));
     }
 
     // Maxima and sums of a run.
@@ -214,19 +212,18 @@ struct Weigher {
         shared.totals_empty.wait(totals_parity);
         totals_parity ^= 1;
 #pragma unroll
-        for (int c = 0; c < kCols; ++c) {
+        for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int h = 4; h < 32; h *= 2) sum[c] += __shfl_xor_sync(kAllLanes, sum[c], h);
+            for (int bit = 4; bit < 32; bit *= 2) sum[i] += __shfl_xor_sync(kAllLanes, sum[i], bit);
             if (g > 0) continue;
-            shared.reduce[warp][head_of(c)] = sum[c];
-            if (warp == 0) shared.max[head_of(c)] = base[c] == kNone ? -INFINITY : base[c];
+            shared.reduce[records][head_of(i)] = sum[i];
+            if (records == 0) shared.max[head_of(i)] = base[i] == kNone ? -INFINITY : base[i];
         }
         sync();
-        if (warp > 0) return;
-        if (lane < kHeads) {
+        if (warp == 0 && lane < kHeads) {
             float total = 0.f;
 #pragma unroll
-            for (int w = 0; w < kWarps; ++w) total += shared.reduce[w][lane];
+            for (int r = 0; r < kRecordGroups<kHeads>; ++r) total += shared.reduce[r][lane];
             shared.sum[lane] = total;
         }
         shared.totals_full.arrive();
@@ -252,6 +249,9 @@ struct Adder {
     uint32_t runs = 0;
     uint32_t raised = 0;  // bit t: the parity of that barrier of tile t
     float out[kOwnPanels][kFrag];
+    // Fragments of the first records, read while it is looked up whether `out` is rescaled.
+    static constexpr int kFirst = kHeads == 32 ? 0 : 4;
+    FragmentA first[kFirst + 1];
 
     __device__ __forceinline__ void sync() const {
         cutlass::arch::NamedBarrier::sync(kValueThreads<kHeads>, 1);
@@ -269,17 +269,21 @@ struct Adder {
         if (head < kHeads)
             shared.sink[head] = p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
         for (; item() < plan.items; ++runs) {
-            int32_t left = next_run(shared, query_at, lane);
+            int32_t left = next_run(shared, query_at);
             clear();
             for (; left > 0; --left) {
                 shared.weights_full[tile.at].wait(tile.parity);
-                if (shared.over[tile.at] != 0) {
-                    shared.raised[tile.at].wait(raised >> tile.at & 1);
-                    raised ^= 1u << tile.at;
-                    rescale();
+                const uint32_t over = shared.over[tile.at];
+                load_first();
+                if (over != 0) {
+                    if (kRecordGroups<kHeads> > 1) {
+                        shared.raised[tile.at].wait(raised >> tile.at & 1);
+                        raised ^= 1u << tile.at;
+                    }
+                    rescale(over);
                 }
                 add_tile();
-                shared.tile_empty[warp / (kWarps / kSpans)][tile.at].arrive();
+                shared.tile_empty[warp / (kWarps / kGivenParts<kHeads>)][tile.at].arrive();
                 tile.next();
             }
             shared.totals_full.wait(runs % 2);
@@ -297,9 +301,11 @@ struct Adder {
         for (int i = 0; i < kOwnPanels * kFrag; ++i) out[i / kFrag][i % kFrag] = 0.f;
     }
 
-    __device__ __forceinline__ void rescale() {
+    __device__ __forceinline__ void rescale(uint32_t over) {
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
+            // Of 32 heads a warp of the softmax speaks for itself.
+            if (kRecordGroups<kHeads> == 1 && (over >> c / 2 * 8 & 1) == 0) continue;
             const float keep = shared.keep[tile.at][head_of(c)];
 #pragma unroll
             for (int i = 0; i < 2 * kOwnPanels; ++i)
@@ -308,10 +314,19 @@ struct Adder {
     }
 
     // A warp takes 16 dims of every panel, chunks 2 w and 2 w + 1.
-    __device__ __forceinline__ void add_tile() {
+    __device__ __forceinline__ const uint8_t* own_chunks() const {
         const int record = lane / 16 * 8 + lane % 8;
-        const uint8_t* kv = shared.kv[tile.at][kOwnPanels * group][0] +
-                            panel_offset(record, 2 * warp + lane / 8 % 2);
+        return shared.kv[tile.at][kOwnPanels * group][0] +
+               panel_offset(record, 2 * warp + lane / 8 % 2);
+    }
+    __device__ __forceinline__ void load_first() {
+        const uint8_t* kv = own_chunks();
+#pragma unroll
+        for (int panel = 0; panel < kFirst; ++panel)
+            load_transposed(kv + panel * kPanelBytes, first[panel]);
+    }
+    __device__ __forceinline__ void add_tile() {
+        const uint8_t* kv = own_chunks();
 #pragma unroll kSteps
         for (int k = 0; k < kTile / 16; ++k) {
             uint32_t b[kHeads / 8][2];
@@ -319,7 +334,12 @@ struct Adder {
 #pragma unroll
             for (int panel = 0; panel < kOwnPanels; ++panel) {
                 FragmentA a;
-                load_transposed(kv + panel * kPanelBytes + 16 * k * kPanelRowBytes, a);
+                if (k == 0 && panel < kFirst) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) a[i] = first[panel][i];
+                } else {
+                    load_transposed(kv + panel * kPanelBytes + 16 * k * kPanelRowBytes, a);
+                }
 #pragma unroll
                 for (int j = 0; j < kHeads / 8; ++j)
                     multiply_step(a, b[j][0], b[j][1], out[panel] + 4 * j);
