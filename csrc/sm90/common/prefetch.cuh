@@ -8,7 +8,4 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Reads a parameter here, though it is used later: the first time takes long.
-__device__ __forceinline__ void touch(const void* parameter) { asm volatile("" ::"l"(parameter)); }
-
 }  // namespace flash_csa::sm90

@@ -123,20 +123,6 @@ __device__ __forceinline__ void clear_bins(PoolRing& ring) {
     for (int i = threadIdx.x; i < kPoolBins / 4; i += kPoolThreads) bins[i] = {0, 0, 0, 0};
 }
 
-// Some of each line of the parameters, all at once.
-__device__ __forceinline__ void touch_parameters(const IndexSelectParams& p) {
-    touch(p.scores.query.codes.data);
-    touch(p.scores.index.data);
-    touch(p.scores.batch.positions);
-    touch(p.scores.block_table.data);
-    touch(p.scores.pool.blocks.data);
-    touch(p.select.batch.positions);
-    touch(p.select.block_table.data);
-    touch(p.select.pool.counts);
-    touch(p.select.out.positions.data);
-    touch(p.select.out.lengths);
-}
-
 // Brings what is read first nearer, while the kernel in front may still write it.
 __device__ __forceinline__ void prefetch_inputs(const IndexScoresParams& p, int64_t row,
                                                 const PoolShare& all, int32_t rank) {
@@ -171,7 +157,6 @@ __global__ void __launch_bounds__(kPoolThreads, 1)
     const PoolPlaces sPlaces(sScores + most * kPoolBlock, most);                  // [most]
     SentOrInbox& sSent = *reinterpret_cast<SentOrInbox*>(sPlaces.blocks + most);  // of a cluster
     allow_dependents();
-    touch_parameters(p);
     if (!kCluster) size_log = 0;
     const int64_t row = first_row + (blockIdx.x >> size_log);
     const int32_t rank = static_cast<int32_t>(blockIdx.x) & ((1 << size_log) - 1);
