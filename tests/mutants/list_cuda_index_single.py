@@ -86,6 +86,16 @@ MUTANTS = (
         test="tests/test_index_single.py",
     ),
     Mutant(
+        1449,
+        "index",
+        "the first chunk counts no columns",
+        "sm90/index/score_single.cuh",
+        "    if (starts && threadIdx.x % 32 == 0) keys.places[0].count = row.count;\n",
+        "",
+        "its copy starts before the row's length is computed",
+        test="tests/test_index_single.py",
+    ),
+    Mutant(
         1450,
         "index",
         "scores behind the row's last entry are written",

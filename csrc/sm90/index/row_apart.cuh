@@ -134,6 +134,7 @@ __device__ __forceinline__ float score_apart(const IndexScoresParams& p, int64_t
         for (int32_t from = 0; from < p.query.heads; from += 8) {
             RowHead head;
             head.load(p, row, from + lane / 4, lane % 4);
+            head.finish(p);
             add_apart(keys, head, partials[tile]);
         }
     }

@@ -68,16 +68,35 @@ class ChunkCopier {
     template <int kStages>
     __device__ __forceinline__ void find(const int32_t* table, int32_t columns, int32_t chunk,
                                          WarpKeys<kStages>& keys) const {
+        keep(entry(table, columns, chunk), keys);
+    }
+    // The two halves of that: what a lane reads of the table, and what is done when it has come.
+    __device__ __forceinline__ int32_t entry(const int32_t* table, int32_t columns,
+                                             int32_t chunk) const {
         const int32_t size = fresh(p_.index.page_size);  // so that nothing of it is kept for a loop
         const int32_t lane = threadIdx.x % 32;
         const int32_t key = has_whole() ? 0 : lane * size;
         const int32_t column = chunk * kChunkKeys + key;
-        int32_t page = -1;
-        if (key < kChunkKeys && column < columns) {
-            page = __ldg(table + (column >> (__ffs(size) - 1)));
-            if (page >= p_.index.num_pages) page = -1;
+        const bool is_there = key < kChunkKeys && column < columns;
+        return is_there ? __ldg(table + (column >> (__ffs(size) - 1))) : -1;
+    }
+    template <int kStages>
+    __device__ __forceinline__ void keep(int32_t page, WarpKeys<kStages>& keys) const {
+        keys.pages[threadIdx.x % 32] = page < p_.index.num_pages ? page : -1;
+        __syncwarp();
+    }
+
+    // One warp, its first copy: of a page that is a chunk, the one of lane 0. The count is still to
+    // be set.
+    template <int kStages>
+    __device__ __forceinline__ void copy_first(int32_t page, int32_t chunk,
+                                               WarpKeys<kStages>& keys) const {
+        page = __shfl_sync(~0u, page, 0);
+        const bool copies = page >= 0 && page < p_.index.num_pages;
+        if (cute::elect_one_sync()) {
+            keys.places[0] = {0, chunk * kChunkKeys, 0, copies ? ~0u : 0u};
+            copy_page(page, copies, keys.chunks[0].bytes, keys.full[0]);
         }
-        keys.pages[lane] = page;
         __syncwarp();
     }
 
@@ -94,10 +113,7 @@ class ChunkCopier {
             copy_parts(page, place, copies, to, full, keys.places[stage]);
         } else if (cute::elect_one_sync()) {
             keys.places[stage] = place;
-            full.arrive_and_expect_tx(copies ? kChunkBytes : 0);
-            if (copies) {
-                copy_bytes(p_.index.data + page * p_.index.page_stride, to, kChunkBytes, full);
-            }
+            copy_page(page, copies, to, full);
         }
         __syncwarp();
     }
@@ -106,6 +122,13 @@ class ChunkCopier {
     static __device__ __forceinline__ void copy_bytes(const uint8_t* from, uint8_t* to,
                                                       int32_t bytes, Barrier& full) {
         cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&full), to, bytes);
+    }
+    // One thread. A page that is a chunk.
+    __device__ __forceinline__ void copy_page(int32_t page, bool copies, uint8_t* to,
+                                              Barrier& full) const {
+        full.arrive_and_expect_tx(copies ? kChunkBytes : 0);
+        if (!copies) return;
+        copy_bytes(p_.index.data + page * p_.index.page_stride, to, kChunkBytes, full);
     }
     // Pages of other sizes than a chunk: codes and scale words apart, a page a lane.
     __device__ __forceinline__ void copy_parts(int32_t page, ChunkPlace place, bool copies,

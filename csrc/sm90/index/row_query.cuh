@@ -50,7 +50,12 @@ struct RowHead {
         const uint8_t* from = p.query.codes.row(row) + head * kKeyBytes;
         codes = reinterpret_cast<const uint4*>(from)[group];
         scales = static_cast<uint32_t>(p.query.scales_ue8m0.row(row)[head]);
-        weight = head_weight(p.weights, row, head);
+        weight = p.weights.f32 ? p.weights.f32.row(row)[head]
+                               : __uint_as_float(p.weights.bf16.row(row)[head]);
+    }
+    // Once, when all has come: nothing waits for it before.
+    __device__ __forceinline__ void finish(const IndexScoresParams& p) {
+        if (!p.weights.f32) weight = bf16_to_f32(static_cast<uint16_t>(__float_as_uint(weight)));
     }
     __device__ __forceinline__ bool folds() const {
         const ByteRange range = scale_range(scales);

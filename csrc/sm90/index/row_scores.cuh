@@ -29,15 +29,17 @@ struct RowHeads {
     RowHead own[kOwn];
     int32_t row;
 
-    __device__ __forceinline__ RowHeads(const IndexScoresParams& p, int32_t of_row) : row(of_row) {
+    __device__ __forceinline__ void load(const IndexScoresParams& p, int32_t of_row) {
+        row = of_row;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) own[i].load(p, row, head(i), group());
     }
     // Barriers before and after are the caller's.
-    __device__ __forceinline__ void put(RowTile<kHeads>& tile) const {
+    __device__ __forceinline__ void put(const IndexScoresParams& p, RowTile<kHeads>& tile) {
         bool all = true;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
+            own[i].finish(p);
             if (head(i) < kHeads) all = tile.put(own[i], head(i), group()) && all;
         }
         all = __all_sync(~0u, all);

@@ -56,11 +56,12 @@ struct RowsWarp {
         return last >= 4 * 2;
     }
 
-    // One warp, these three.
+    // One warp, these three. With the first copy.
     __device__ __forceinline__ void start(const IndexScoresParams& p, const RowsPlace& at) {
         look_up(p, at);
-        if (at.rest() <= kPrefetched) prefetch_row(p, at.row + 1);
         set(at);
+        copy(p, 0);
+        if (at.rest() <= kPrefetched) prefetch_row(p, at.row + 1);
     }
     // There is a next unit.
     __device__ __forceinline__ void advance(const IndexScoresParams& p) {
@@ -87,7 +88,8 @@ struct RowsWarp {
         const int32_t* table = p.block_table.row(p.batch.row_request[at.row]);
         copier.find(table, at.count, chunk_of(unit), keys);
         const int32_t later = chunk_of(unit + 32) * kChunkKeys;
-        if (later < at.count) prefetch_l2(table + later / p.index.page_size);
+        const int32_t shift = __ffs(fresh(p.index.page_size)) - 1;
+        if (later < at.count) prefetch_l2(table + (later >> shift));
     }
     // What a group waits for where it comes to a row: its first pages, its queries.
     static __device__ __forceinline__ void prefetch_row(const IndexScoresParams& p, int32_t row) {
@@ -176,15 +178,15 @@ __device__ __forceinline__ void score_rows(const IndexScoresParams& p,
     const int32_t units = divide_rows(p, shared);
     if (units == 0) return;
     RowTile<kHeads * kBlocks>& tile = shared.tiles[group];
-    const RowHeads<kHeads * kBlocks> heads(p, shared.starts[group].row);
+    RowHeads<kHeads * kBlocks> heads;
+    heads.load(p, shared.starts[group].row);
     own.start(p, shared.starts[group]);
-    own.copy(p, 0);
     static_assert(kRowsStages == 2);
     if (units > 1) {
         own.advance(p);
         own.copy(p, 1);
     }
-    heads.put(tile);
+    heads.put(p, tile);
     group_sync();
     const RowQuery<kHeads, kBlocks> query(tile);
     if (threadIdx.x % 32 == 0) own.state = 4 * units;
@@ -194,9 +196,10 @@ __device__ __forceinline__ void score_rows(const IndexScoresParams& p,
         own.keys.full[stage].wait(own.state >> 1 & 1);
         const int32_t row = own.keys.places[stage].row;
         if (row != tile.row) {
-            const RowHeads<kHeads * kBlocks> next(p, row);
+            RowHeads<kHeads * kBlocks> next;
+            next.load(p, row);
             group_sync();  // the last row's queries are read
-            next.put(tile);
+            next.put(p, tile);
             group_sync();
         }
         score_chunk<false>(p, query, shared.tables, own.keys, stage, sink);

@@ -54,17 +54,22 @@ __device__ __forceinline__ bool starts_group(const BatchView& batch, int32_t row
 
 }  // namespace detail
 
-// The group of one row. Its loads do not wait for each other.
-__device__ __forceinline__ Segment group_of(const IndexScoresParams& p, int32_t row) {
-    const int32_t request = p.batch.row_request[row], position = p.batch.positions[row];
+// The group of one row, of which memory says this.
+__device__ __forceinline__ Segment group_of(const IndexScoresParams& p, int32_t row,
+                                            int32_t request, int32_t position) {
     // Fresh, so that no loop holds it in registers.
     const int64_t capacity = int64_t{p.block_table.columns} * fresh(p.index.page_size);
     Segment group = {request, row, 1, 0, 0, 0};
-    if (request >= 0 && request < p.batch.requests) {
+    // Not `&&`: ptxas would ask for the position behind a branch, when the request has come.
+    if ((position >= 0) & (request >= 0) & (request < p.batch.requests)) {
         group.count = visible_count(position, p.ratio, p.strict, min(capacity, p.columns));
     }
     group.end = units_of(group.count);
     return group;
+}
+
+__device__ __forceinline__ Segment group_of(const IndexScoresParams& p, int32_t row) {
+    return group_of(p, row, p.batch.row_request[row], p.batch.positions[row]);
 }
 
 // The group that starts at a row; none where the row continues one.
