@@ -211,23 +211,15 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 #pragma unroll
         for (int i = 1; i < 32; ++i)
             if (i != 2) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
-#pragma unroll
-        for (int h = 1; h < 4; h *= 2) {
-            const float other[2] = {__shfl_xor_sync(~0u, largest[0], h),
-                                    __shfl_xor_sync(~0u, largest[1], h)};
-            largest[0] = fmaxf(largest[0], other[0]);
-            largest[1] = fmaxf(largest[1], other[1]);
-        }
-        bool shrinks = false;
+        // A head's logits are in one warp.
+        const bool over =
+            largest[0] * scale > max[0] + kSlack || largest[1] * scale > max[1] + kSlack;
+        const bool raised = __any_sync(~0u, over);
+        keep[0] = keep[1] = 1.f;
+        if (raised) raise(largest, scale);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
-            const float before = max[half], most = largest[half] * scale;
-            if (most > before + kSlack) max[half] = most;
             const float base = max[half] == -INFINITY ? 0.f : max[half];
-            keep[half] = exp2_approx(before - base);
-            shrinks |= keep[half] != 1.f;
-            sum[half] *= keep[half];
 #pragma unroll
             for (int i = 0; i < 32; ++i)
                 if (i / 2 % 2 == half) x[i] = exp2_approx(__fmaf_rn(x[i], scale, -base));
@@ -237,7 +229,21 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             sum[0] += x[i] + x[i + 1];
             sum[1] += x[i + 2] + x[i + 3];
         }
-        return shrinks;
+        return raised;
+    }
+    __device__ __forceinline__ void raise(float (&largest)[2], float scale) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int h = 1; h < 4; h *= 2)
+                largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], h));
+            // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
+            const float before = max[half], most = largest[half] * scale;
+            if (most > before + kSlack) max[half] = most;
+            const float base = max[half] == -INFINITY ? 0.f : max[half];
+            keep[half] = exp2_approx(before - base);
+            sum[half] *= keep[half];
+        }
     }
 
     // Of four 8 x 8 blocks (head, record) a lane addresses row lane % 8 of block lane / 8: heads
