@@ -461,7 +461,8 @@ cudaError_t attend_few_rows(const AttendParams& p, int num_sms, cudaStream_t str
     // The shape with the fewest cycles; lists without columns have the first.
     const Shape shapes[] = {shape_of<16>(p, tiles, num_sms), shape_of<32>(p, tiles, num_sms),
                             shape_of<64>(p, tiles, num_sms)};
-    const bool wide = plan.window_tiles <= two_tiles::kMostWindowTiles;
+    // With 64 heads only the first tile of a CTA may be of the window.
+    const bool wide = plan.window_tiles <= shapes[2].pieces;
     const Shape& best = *std::min_element(std::begin(shapes), std::end(shapes) - !wide);
     plan.pieces = best.pieces;
     if (best.heads == 16) return launch_few_rows<16>(p, plan, tiles, stream);

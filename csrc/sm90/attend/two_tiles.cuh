@@ -18,11 +18,6 @@ inline constexpr int kPanelBytes = kTile * kPanelRowBytes;
 inline constexpr int kCopiers = 8, kFirstCopier = 4;
 inline constexpr int kCopierRecords = kTile / kCopiers;
 
-// With 64 heads a tile of the window takes p as well, which is free as long as there are no
-// weights, and records of the first tile come straight into registers: so the window may only be
-// the first two tiles of a CTA.
-inline constexpr int kMostWindowTiles = 2;
-
 template <int kHeads>
 struct Shared;
 
@@ -55,20 +50,23 @@ struct Shared<32> {
 template <>
 struct Shared<64> {
     static constexpr int kHeads = 64, kCopiers = 4;
-    static constexpr int32_t kMostPieces = 5;  // as many as there is memory for levels of
+    static constexpr int32_t kMostPieces = 5;
 
     alignas(1024) uint8_t kv[2][kPanels][kTile][kPanelRowBytes];
     uint8_t q[kPanels][kHeads][kPanelRowBytes];
-    alignas(1024) uint8_t raw[kTile * kWindow.bytes() - kHeads * kPanelRowBytes];
+    alignas(1024) uint8_t raw[few_rows::Reader<RecordId::MainFp4>::kTileBytes];
     alignas(1024) uint8_t p[kHeads][kPanelRowBytes];
     float keep[kHeads];
+    float whole[kHeads];  // what makes this CTA's sums an output
     float sink[kHeads];
+    const float* cos_sin;
     float levels[kMostPieces][kHeads];
     alignas(8) uint8_t present[4][kTile / 8];
     cutlass::arch::ClusterTransactionBarrier arrived[2];  // even tiles after the first, odd tiles
     cutlass::arch::ClusterTransactionBarrier levels_there, received[kGroups];
     cutlass::arch::ClusterBarrier added;
     cutlass::arch::ClusterBarrier held;  // half of the query, in registers
+    cutlass::arch::ClusterBarrier weights_known;
 
     __device__ uint8_t* inbox() { return kv[1][0][0]; }
 };

@@ -24,6 +24,8 @@ struct Part {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int group = warp / 4;
     int32_t window_length = 0, main_length = 0;
+    const float* cos_sin = nullptr;
+    float sink = -INFINITY;  // of the thread's head
 
     __device__ Part(const AttendParams& p, const Plan& plan, Shared& shared, int32_t row,
                     int32_t head_block, int32_t piece)
@@ -49,11 +51,11 @@ struct Part {
     // Has the L2 fetch what lies at known places, whoever may still write it: the L2 is what all
     // SMs see. Before the previous kernel has ended.
     __device__ void prefetch() const {
+        if (warp == kWarps - 1) few_heads::prefetch_lists(p, row, lane);
         constexpr int kLines = kHeadDim * 2 / 128;
         const int32_t head = static_cast<int32_t>(threadIdx.x) / kLines;
         if (head < kHeads && first_head + head < p.heads)
             prefetch_l2(p.q.at(row, first_head + head) + threadIdx.x % kLines * 64);
-        if (warp == kWarps - 1) few_heads::prefetch_lists(p, row, lane);
     }
 
     // Where the slot of an entry of a tile's list is, whether it is within its length or not.
@@ -79,9 +81,10 @@ struct Part {
     }
     // Has the L2 fetch a record of the window, whose slots hardly ever are what the kernel before
     // writes: then another one, or none, is asked for in vain.
-    __device__ __forceinline__ void prefetch_window_unit(int32_t tile, const int32_t* at) const {
-        if (!in_window(tile) || at == nullptr) return;
-        const int32_t slot = __ldcg(at);  // not to the L1: it may change
+    __device__ __forceinline__ int32_t early_slot(int32_t tile, const int32_t* at) const {
+        return in_window(tile) && at != nullptr ? __ldcg(at) : -1;  // not to the L1: it may change
+    }
+    __device__ __forceinline__ void prefetch_window_unit(int32_t slot) const {
         const int byte = (lane / 8 * 2 + warp / 8) * 128;
         if (plan.window.holds(slot) && byte < kWindow.bytes())
             prefetch_l2(plan.window.row(slot) + byte);
@@ -130,14 +133,17 @@ struct Part {
     __device__ __forceinline__ void load_lengths() {
         if (p.window.lengths != nullptr) window_length = p.window.lengths[row];
         if (p.main.lengths != nullptr) main_length = p.main.lengths[row];
-        if (p.derotate_positions != nullptr && derotation(p, row) == nullptr)  // a padded row
+        cos_sin = derotation(p, row);
+        if (p.derotate_positions != nullptr && cos_sin == nullptr)  // a padded row
             window_length = main_length = 0;
     }
-    __device__ __forceinline__ void load_sinks() const {
+    // In front of records, which loads behind them would wait for.
+    __device__ __forceinline__ void load_sink() {
         const int32_t head = first_head + static_cast<int32_t>(threadIdx.x);
-        if (threadIdx.x < kHeads)
-            shared.sink[threadIdx.x] =
-                p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
+        if (threadIdx.x < kHeads && p.sink != nullptr && head < p.heads) sink = p.sink[head];
+    }
+    __device__ __forceinline__ void store_sink() const {
+        if (threadIdx.x < kHeads) shared.sink[threadIdx.x] = sink;
     }
 };
 
@@ -205,6 +211,7 @@ struct Copies : Part<kHeads, Shared<kHeads>> {
                 copy_16_async(to + i * 16, reinterpret_cast<const uint8_t*>(from) + i * 16, there);
     }
 
+    __device__ void ask(Query<kHeads>&) const {}
     // Records of the first tile and the query, behind the copies, for which everything waits. What
     // is known before the previous kernel has ended is found before.
     __device__ __forceinline__ void start(Query<kHeads>& query) {
@@ -215,9 +222,9 @@ struct Copies : Part<kHeads, Shared<kHeads>> {
         second_slot = this->load_slot(slots[1]);
         next_slot = this->load_slot(slots[2]);
         this->load_lengths();
+        this->load_sink();
         start_tile(0, first_slot);
         query.load(p, row, first_head);
-        this->load_sinks();
     }
 
     // Units of 8 records and 128 dims (FP4) or 64 (FP8), from `unit` on every `step`.
@@ -249,6 +256,7 @@ struct Copies : Part<kHeads, Shared<kHeads>> {
     // The first tile, by all, and the query. The copies of the second do not compete with them.
     __device__ __forceinline__ void make_first(const Query<kHeads>& query) {
         query.store(shared);
+        this->store_sink();
         shared.arrived[0].wait(0);
         if (end > 1) start_tile(1, second_slot);
         dequantise(0, warp, kWarps);

@@ -27,19 +27,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     plan.head_blocks(row, head_block, static_cast<int32_t>(cute::cluster_id_in_grid().x));
     Worker worker(p, plan, shared, row, head_block, piece);
     allow_dependents();
-    if (threadIdx.x == 0) {
-        worker.init();
-        worker.expect();
+    typename Worker::Loaded loaded;
+    worker.ask(loaded);
+    if (threadIdx.x % 32 == 0 && threadIdx.x < 64) {
+        if (threadIdx.x == 0)
+            worker.init();
+        else
+            worker.expect();
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
     cluster_arrive_relaxed();
-    typename Worker::Loaded loaded;
     worker.start(loaded);
     cluster_wait();  // the barriers of all CTAs are ready
-    const float* cos_sin = derotation(p, row);
     worker.run(loaded);
-    worker.finish(cos_sin);
+    worker.finish();
 }
 
 }  // namespace flash_csa::sm90::few_rows::two_tiles

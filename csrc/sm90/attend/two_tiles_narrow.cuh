@@ -19,6 +19,7 @@ struct NarrowOutput : Sharing<kHeads, Rows> {
     static constexpr int kFragment = kHeads / 2;
     // Softmax: lanes of a head.
     static constexpr int kLanes = kThreads / kHeads;
+    static constexpr int kRoundedBytes = 4 * Base::kVectors * 32 * sizeof(uint16_t);  // of a unit
 
     float out[kGroupPanels][kFragment];
     float max = -INFINITY, sum = 0.f;  // of the thread's head; sum: of its records
@@ -46,12 +47,42 @@ struct NarrowOutput : Sharing<kHeads, Rows> {
         this->tell(lane % kLanes, kLanes, softmax_head(), max, sum);
     }
 
-    __device__ __forceinline__ void finish(const float* cos_sin) {
+    __device__ __forceinline__ void finish() {
         __syncthreads();  // nothing reads the tiles any more, and factors are there
         cluster_wait();
         rescale(shared.levels[this->piece]);
-        this->share(*this, cos_sin);
+        // BF16, eight dims of a head behind each other, and from there to memory.
+        uint8_t* const rounded = shared.kv[0][0][0] + warp * Base::kUnits * kRoundedBytes;
+        uint8_t* to = rounded;
+        const int first = this->share(*this, [&](int j) {
+            round(j, to);
+            to += kRoundedBytes;
+        });
+        __syncwarp();
+        const uint8_t* eight_dims = rounded + lane * sizeof(uint4);
+#pragma unroll 1
+        for (int j = first; j < Base::kUnits; j += this->plan.pieces) {
+#pragma unroll
+            for (int item = lane; item < kRoundedBytes / int{sizeof(uint4)}; item += 32) {
+                int head, eight;
+                locate(j, item, head, eight);
+                head += this->first_head;
+                const uint4 x = *reinterpret_cast<const uint4*>(eight_dims);
+                if (head < this->p.heads)
+                    store_group(this->p.out_bf16.at(this->row, head), eight, natural_order(x),
+                                this->cos_sin);
+                eight_dims += 32 * sizeof(uint4);
+            }
+        }
     }
+
+    // Outputs are sent as they weigh in the row.
+    __device__ void know_weights() const {}
+    __device__ void weigh_own(int) const {}
+    struct Plus {
+        __device__ void operator()(int, float& x, float other) const { x += other; }
+    };
+    __device__ Plus plus(int) const { return {}; }
 
     // Unit i: 16 heads and 16 dims of both panels; a vector has eight heads of a panel.
     __device__ float* values(int i, int vector) { return out[vector % 2] + 8 * i + vector / 2 * 4; }

@@ -38,6 +38,8 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
     struct Loaded {
         Query<kHeads> query;
         Units units[kTiles];
+        const int32_t* slots[kTiles];  // of the thread's records
+        int32_t early_slots[kTiles];
     };
 
     using NarrowOutput::NarrowOutput;
@@ -45,22 +47,26 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
     __device__ void init() const {}
 
     // What is known before the previous kernel has ended is found before.
-    __device__ __forceinline__ void start(Loaded& loaded) {
-        const int32_t* slots[kTiles];
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) slots[t] = slot_of_unit(t);
+    __device__ __forceinline__ void ask(Loaded& loaded) const {
         prefetch();
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) prefetch_window_unit(t, slots[t]);
+        for (int t = 0; t < kTiles; ++t) {
+            loaded.slots[t] = slot_of_unit(t);
+            loaded.early_slots[t] = early_slot(t, loaded.slots[t]);
+        }
+    }
+    __device__ __forceinline__ void start(Loaded& loaded) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) prefetch_window_unit(loaded.early_slots[t]);
         wait_for_previous();
         int32_t slot[kTiles];
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) slot[t] = load_slot(slots[t]);
+        for (int t = 0; t < kTiles; ++t) slot[t] = load_slot(loaded.slots[t]);
+        load_sink();
         loaded.query.load(p, row, first_head);  // while slots are on their way
         load_lengths();
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) load_units(t, slot[t], loaded.units[t]);
-        load_sinks();
     }
 
     __device__ __forceinline__ void multiply_logits() {
@@ -122,6 +128,7 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
 
     __device__ __forceinline__ void run(const Loaded& loaded) {
         loaded.query.store(shared);
+        store_sink();
 #pragma unroll
         for (int t = 0; t < kTiles; ++t)
             if (t < end) write_units(t, loaded.units[t], shared.kv[t]);

@@ -1,9 +1,9 @@
 // Parts of few_rows.cu with 32 and 64 heads: how the CTAs of a row add up their outputs.
 //
-// A warp's output is cut into units, which are dealt out to the CTAs in turns. Each CTA scales its
-// own by what it weighs in the row, so that sums over all CTAs are the result, and sends them as
-// they are in its registers. The owner of a unit adds to its own those of the others, in a fixed
-// order.
+// A warp's output is cut into units, which are dealt out to the CTAs in turns. Each CTA sends its
+// own as they are in its registers: with 32 heads scaled by what it weighs in the row, with 64 as
+// if it were alone, before it knows that, and the receiver weighs them. The owner of a unit adds to
+// its own those of the others, in a fixed order.
 #pragma once
 
 #include "sm90/attend/two_tiles_copy.cuh"
@@ -25,7 +25,6 @@ struct Sharing : Rows {
     static constexpr int kSentBytes = kSentVectors * kVectorBytes;
     static constexpr int kUnits = kHeads * kHeadDim / (4 * kVectors * 32) / kWarps;
     static constexpr int kTurn = 1;  // barriers of warpgroups that send one after the other
-    static constexpr int kRoundedBytes = 4 * kVectors * 32 * sizeof(uint16_t);
 
     using Base::Base;
 
@@ -53,34 +52,63 @@ struct Sharing : Rows {
         for (; to < plan.pieces; to += step) cute::store_shared_remote(level, at, there, to);
     }
 
-    // What the output of a head is to be multiplied with; kLanes neighbours have the head.
+    // What all CTAs have told of a head; kLanes neighbours have the head, each of some CTAs.
     template <int kLanes>
-    __device__ __forceinline__ void find_factor(int head, float max) {
+    struct Levels {
+        static constexpr int kEach = (Rows::Shared::kMostPieces + kLanes - 1) / kLanes;
+        float weights[kEach];  // of CTAs lane % kLanes + i * kLanes
+        float top, all;        // the highest level; sum of the weights, and that with the sink
+        bool empty;            // a row without records gives 0 and +inf
+    };
+    template <int kLanes>
+    __device__ __forceinline__ Levels<kLanes> read_levels(int head) const {
+        Levels<kLanes> levels;
+        auto& [weights, top, all, empty] = levels;
         shared.levels_there.wait(0);
-        constexpr int kEach = (Rows::Shared::kMostPieces + kLanes - 1) / kLanes;
-        float level[kEach], top = -INFINITY, total = 0.f;
+        top = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
+        for (int i = 0; i < levels.kEach; ++i) {
             const int from = lane % kLanes + i * kLanes;
-            level[i] = from < plan.pieces ? shared.levels[from][head] : -INFINITY;
-            top = fmaxf(top, level[i]);
+            weights[i] = from < plan.pieces ? shared.levels[from][head] : -INFINITY;
+            top = fmaxf(top, weights[i]);
         }
 #pragma unroll
         for (int h = 1; h < kLanes; h *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, h));
+        float total = 0.f;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i)
-            total += level[i] == -INFINITY ? 0.f : exp2_approx(level[i] - top);
+        for (float& weight : weights) {
+            weight = weight == -INFINITY ? 0.f : exp2_approx(weight - top);
+            total += weight;
+        }
 #pragma unroll
         for (int h = 1; h < kLanes; h *= 2) total += __shfl_xor_sync(~0u, total, h);
         __syncwarp();  // all have read
-        if (lane % kLanes != 0) return;
-        // A row without records gives 0 and +inf.
-        const bool empty = total == 0.f;
-        const float all = total + exp2_approx(fmaf(shared.sink[head], kLog2e, -top));
-        const float mine = max == -INFINITY ? 0.f : exp2_approx(max - top);
-        shared.levels[piece][head] = empty ? 0.f : __fdividef(mine * kTileFactor, all);
-        if (piece == 0 && p.lse && first_head + head < p.heads)
+        empty = total == 0.f;
+        all = total + exp2_approx(fmaf(shared.sink[head], kLog2e, -top));
+        if (lane % kLanes == 0 && piece == 0 && p.lse && first_head + head < p.heads)
             p.lse.row(row)[first_head + head] = empty ? INFINITY : (top + __log2f(total)) * kLn2;
+        return levels;
+    }
+    // What this CTA's sums of a head are to be multiplied with, where its level was.
+    template <int kLanes>
+    __device__ __forceinline__ void find_factor(int head, float max) {
+        const Levels<kLanes> levels = read_levels<kLanes>(head);
+        if (lane % kLanes != 0) return;
+        const float mine = max == -INFINITY ? 0.f : exp2_approx(max - levels.top);
+        shared.levels[piece][head] =
+            levels.empty ? 0.f : __fdividef(mine * kTileFactor, levels.all);
+    }
+    // What the CTAs' own outputs of a head weigh in the row, where their levels were.
+    template <int kLanes>
+    __device__ __forceinline__ void find_weights(int head) {
+        const Levels<kLanes> levels = read_levels<kLanes>(head);
+#pragma unroll
+        for (int i = 0; i < levels.kEach; ++i) {
+            const int from = lane % kLanes + i * kLanes;
+            if (from < plan.pieces)
+                shared.levels[from][head] =
+                    levels.empty ? 0.f : __fdividef(levels.weights[i], levels.all);
+        }
     }
 
     // Three vectors keep their words, but for the last bytes, which are those of the fourth.
@@ -97,7 +125,8 @@ struct Sharing : Rows {
         }
     }
     template <class Out>
-    static __device__ __forceinline__ void add(Out& out, int unit, const uint4* sent) {
+    static __device__ __forceinline__ void add(Out& out, int unit, int piece, const uint4* sent) {
+        const auto plus = out.plus(piece);
         uint32_t words[kSentVectors][4];
 #pragma unroll
         for (int v = 0; v < kSentVectors; ++v) {
@@ -105,18 +134,20 @@ struct Sharing : Rows {
             words[v][0] = x.x, words[v][1] = x.y, words[v][2] = x.z, words[v][3] = x.w;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                out.values(unit, v)[i] += __uint_as_float(words[v][i] & 0xffffff00u);
+                plus(i, out.values(unit, v)[i], __uint_as_float(words[v][i] & 0xffffff00u));
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            out.values(unit, kSentVectors)[i] += __uint_as_float(
-                __byte_perm(__byte_perm(words[0][i], words[1][i], 0x0400), words[2][i], 0x4210));
+            plus(i, out.values(unit, kSentVectors)[i],
+                 __uint_as_float(__byte_perm(__byte_perm(words[0][i], words[1][i], 0x0400),
+                                             words[2][i], 0x4210)));
     }
 
-    // Adds up the outputs of all CTAs. Out has the thread's values of unit j as values(j, 0..3),
-    // rounds them to rows of eight dims and says which these are.
-    template <class Out>
-    __device__ __forceinline__ void share(Out& out, const float* cos_sin) {
+    // Adds up the outputs of all CTAs. Out has the thread's values of unit j as values(j, 0..3). Of
+    // the warp's units those from the returned one on, `pieces` apart, are this CTA's; each is
+    // handed to `complete` when it is.
+    template <class Out, class Complete>
+    __device__ __forceinline__ int share(Out& out, const Complete& complete) {
         const int pieces = plan.pieces;
         int at, first;  // of the warp's first unit: its place in the owner's inbox, its owner
         plan.by_pieces(at, first, warp * kUnits);
@@ -141,38 +172,24 @@ struct Sharing : Rows {
         if (group + 1 < kGroups)
             cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kTurn + group + 1);
         shared.received[group].wait(0);
-        // BF16, eight dims of a head behind each other, and from there to memory.
-        uint8_t* const rounded = shared.kv[0][0][0] + warp * kUnits * kRoundedBytes;
-        uint8_t* to = rounded;
+        out.know_weights();
         const int first_mine = piece - first + (piece < first ? pieces : 0);
         const uint8_t* from = inbox + (at + (piece < first)) * pieces * kSentBytes;
         int mine = first_mine;
 #pragma unroll
         for (int j = 0; j < kUnits; ++j) {
             if (j != mine) continue;
+            out.weigh_own(j);
 #pragma unroll 1
             for (int i = 0; i < pieces - 1; ++i) {
-                const uint8_t* part = from + (i + (i >= piece)) * kSentBytes;
-                add(out, j, reinterpret_cast<const uint4*>(part) + lane);
+                const int other = i + (i >= piece);
+                add(out, j, other,
+                    reinterpret_cast<const uint4*>(from + other * kSentBytes) + lane);
             }
-            out.round(j, to);
-            mine += pieces, from += pieces * kSentBytes, to += kRoundedBytes;
+            complete(j);
+            mine += pieces, from += pieces * kSentBytes;
         }
-        __syncwarp();
-        const uint8_t* eight_dims = rounded + lane * sizeof(uint4);
-#pragma unroll 1
-        for (int j = first_mine; j < kUnits; j += pieces) {
-#pragma unroll
-            for (int item = lane; item < kRoundedBytes / int{sizeof(uint4)}; item += 32) {
-                int head, group;
-                out.locate(j, item, head, group);
-                const uint4 x = *reinterpret_cast<const uint4*>(eight_dims);
-                if (first_head + head < p.heads)
-                    store_group(p.out_bf16.at(row, first_head + head), group, natural_order(x),
-                                cos_sin);
-                eight_dims += 32 * sizeof(uint4);
-            }
-        }
+        return first_mine;
     }
 };
 

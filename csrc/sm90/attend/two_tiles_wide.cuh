@@ -24,6 +24,9 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
                          kMakerRegisters = 104;
     static_assert(kMultiplierRegisters + 3 * kMakerRegisters <= 4 * kRegisters);
     static constexpr float kLeastScale = 1e-30f;
+    static constexpr int kUnitDims = 32;  // of a unit of the output
+    // A named barrier behind those of `share`: the last tile is added by half of the warpgroups.
+    static constexpr int kHalfAdded = kTurn + kGroups;
     static constexpr int kMakers = kWarps - 4;  // warps that do
     // The last of them start copies, as they have fewer units.
     static constexpr int kCopiers = Shared::kCopiers, kFirstCopier = kWarps - kCopiers;
@@ -39,6 +42,8 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     struct Loaded {
         Query<kHeads> query;
         Units units;
+        const int32_t* slot;  // of the thread's record of the first tile
+        int32_t early_slot;
     };
 
     // Of heads head() and head() + 8. Output: of 8 neighbouring dims j in paired order, places
@@ -53,6 +58,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     __device__ void init() const {
         for (auto& barrier : shared.arrived) barrier.init(kCopiers);
         shared.held.init(kWarpgroup);
+        shared.weights_known.init(kWarpgroup);
         shared.added.init(kThreads);
     }
 
@@ -60,11 +66,14 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 
     __device__ auto& kv_of(int32_t tile) const { return shared.kv[(end - 1 - tile) & 1]; }
     __device__ bool copies() const { return warp >= kFirstCopier; }
+    // Of the main list: only the first tile may be of the window.
     __device__ int32_t entry_of(int32_t tile) const {
-        return first_entry(tile) + (warp - kFirstCopier) * kRecords + lane;
+        return (in_row(tile) - plan.window_tiles) * kTile + (warp - kFirstCopier) * kRecords + lane;
     }
     __device__ __forceinline__ const int32_t* slot_of(int32_t tile) const {
-        return Part::slot_of(tile, entry_of(tile), copies() && lane < kRecords);
+        const int32_t entry = entry_of(tile);
+        const bool asks = tile < end && lane < kRecords && entry < p.main.columns;
+        return asks ? p.main.slots.row(row) + entry : nullptr;
     }
 
     // Records of tiles after the first, as they are in memory, in two places in turns.
@@ -75,21 +84,18 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     }
     // Starts the copies of a tile after the first; for what is not there, of another record.
     __device__ __forceinline__ void start_tile(int32_t tile, int32_t slot) const {
-        if (!copies()) return;
-        Places places = plan.main;
-        if (in_window(tile)) places = plan.window;
-        const bool there = is_there(tile, entry_of(tile), places, slot);
+        const Places& places = plan.main;
+        const bool there = entry_of(tile) < main_length && places.holds(slot);
         const uint32_t present = __ballot_sync(~0u, there && lane < kRecords);
         const int32_t other = __shfl_sync(~0u, slot, __ffs(present) - 1);
         const uint64_t from = reinterpret_cast<uint64_t>(places.row(there ? slot : other));
         const int first = (warp - kFirstCopier) * kRecords;
-        uint8_t* to = raw(tile) + (in_window(tile) ? Window::place(first) : Main::place(first));
-        const int gap = in_window(tile) ? 0 : Main::place(4) - 4 * places.bytes;
+        uint8_t* to = raw(tile) + Main::place(first);
         const bool elected = cute::elect_one_sync();
         if (elected) {
             *reinterpret_cast<uint16_t*>(&shared.present[tile & 3][first / 8]) =
                 static_cast<uint16_t>(present);
-            arrived(tile).arrive_and_expect_tx(present == 0 ? 0 : kRecords * places.bytes);
+            arrived(tile).arrive_and_expect_tx(present == 0 ? 0 : kRecords * kMain.bytes());
         }
         if (present == 0) return;
 #pragma unroll
@@ -102,24 +108,29 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             for (int j = 0; j < 4; ++j)
                 cute::SM90_BULK_COPY_G2S::copy(reinterpret_cast<const void*>(records[j]),
                                                reinterpret_cast<uint64_t*>(&arrived(tile)),
-                                               to + (i + j) * places.bytes + i / 4 * gap,
-                                               places.bytes);
+                                               to + Main::place(i + j), kMain.bytes());
         }
     }
 
     // What is known before the previous kernel has ended is found before.
-    __device__ __forceinline__ void start(Loaded& loaded) {
-        const int32_t* const slots[] = {slot_of_unit(0), slot_of(1), slot_of(2)};
+    __device__ __forceinline__ void ask(Loaded& loaded) const {
         prefetch();
-        prefetch_window_unit(0, slots[0]);
+        loaded.slot = slot_of_unit(0);
+        loaded.early_slot = early_slot(0, loaded.slot);
+    }
+    __device__ __forceinline__ void start(Loaded& loaded) {
+        const int32_t* slots[] = {loaded.slot, nullptr, nullptr};
+        if (copies()) slots[1] = slot_of(1), slots[2] = slot_of(2);
+        prefetch_window_unit(loaded.early_slot);
         wait_for_previous();
         const int32_t first_slot = load_slot(slots[0]), second_slot = load_slot(slots[1]);
         next_slot = load_slot(slots[2]);
+        load_sink();
         loaded.query.load(p, row, first_head);  // while slots are on their way
         load_lengths();
+        if (threadIdx.x == 0) shared.cos_sin = cos_sin;  // there is no register for it
         load_units(0, first_slot, loaded.units);
-        if (end > 1) start_tile(1, second_slot);
-        load_sinks();
+        if (end > 1 && copies()) start_tile(1, second_slot);
     }
 
     // A maker's codes of a tile.
@@ -145,17 +156,6 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             if (unit(i) >= kUnits) break;
             Main::write(made[i], lane, 0, record(unit(i)),
                         kv_of(tile)[kGroupPanels * (unit(i) / (kTile / 8))][0]);
-        }
-    }
-    // A second tile of the window, as it comes.
-    __device__ __forceinline__ void make_window(int32_t tile) const {
-        wait_for_records(tile);
-#pragma unroll 1
-        for (int unit = warp - 4; unit < 2 * kUnits; unit += kMakers) {
-            const int r = record(unit), panel = unit / (kTile / 8);
-            Codes codes = Window::read(shared.raw + Window::place(r), panel / 2, lane, panel % 2);
-            if (!is_present(tile, r)) codes = {};
-            Window::write(codes, lane, panel % 2, r, kv_of(tile)[panel / 2 * kGroupPanels][0]);
         }
     }
     // All warps have added a tile's values.
@@ -291,19 +291,18 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
             sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
         }
+        if (lane % 4 == 0) {
+            shared.whole[head()] = sum[0] == 0.f ? 0.f : __fdividef(kTileFactor, sum[0]);
+            shared.whole[head() + 8] = sum[1] == 0.f ? 0.f : __fdividef(kTileFactor, sum[1]);
+        }
         const bool second = lane & 2;
         tell(lane % 2, 2, head() + 8 * second, second ? max[1] : max[0], second ? sum[1] : sum[0]);
     }
-    __device__ __forceinline__ void find_factors() {
-        const int lane = fresh(this->lane);
-        const bool second = lane & 2;
-        find_factor<2>(16 * warp + lane / 4 + 8 * second, second ? max[1] : max[0]);
-    }
-
     // The first tile, by all, and the query.
     __device__ __forceinline__ void make_first(Loaded& loaded) {
         if (p.softmax_scale < 0.f) loaded.query.negate();
         loaded.query.store(shared);
+        store_sink();
         write_units(0, loaded.units, kv_of(0));
         cutlass::arch::fence_view_async_shared();
         __syncthreads();
@@ -313,11 +312,6 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         if (__syncthreads_or(shrinks) && tile > 0) rescale(shared.keep);
         if (tile + 1 == end) cluster_arrive_relaxed();  // what peers send may come
     }
-    // Records of the window lie where the weights come to.
-    __device__ __forceinline__ void meet_window(int32_t tile) const {
-        if (tile == 0 && end > 1 && in_window(1)) __syncthreads();
-    }
-
     // The first warpgroup: values of a tile, logits and weights of the next.
     __device__ __forceinline__ void multiply() {
         const float scale = fmaxf(fabsf(p.softmax_scale), kLeastScale) * (kTileFactor * kLog2e);
@@ -334,7 +328,6 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             fence_registers(x);
             const bool shrinks = softmax(tile, scale, x);
             wait_for_values(tile - 1);  // which read the weights before
-            meet_window(tile);
             store_weights(x);
             cutlass::arch::fence_view_async_shared();
             if (last) tell_all();  // behind the fence, which would wait
@@ -347,10 +340,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             fence_registers(out);
             shared.added.arrive();
         }
-        start_values(end - 1);
-        find_factors();
-        cute::warpgroup_wait<0>();
-        fence_registers(out);
+        add_last();
         cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
     }
 
@@ -363,33 +353,54 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         }
         Made made;
         if (end > 1) {
-            if (in_window(1)) {
-                make_window(1);
-            } else {
-                read(1, made);
-                write(1, made);
-            }
+            read(1, made);
+            write(1, made);
             cutlass::arch::fence_view_async_shared();
         }
-        meet_window(0);
 #pragma unroll 1
-        for (int32_t tile = 0; tile < end; ++tile) {
+        for (int32_t tile = 0; tile + 1 < end; ++tile) {
             meet(tile, false);
             start_values(tile);
             start_next(tile + 3);  // where the next tile's were
             cute::warpgroup_wait<0>();
             fence_registers(out);
-            if (tile + 1 < end) shared.added.arrive();
+            shared.added.arrive();
             if (tile + 2 >= end) continue;
             read(tile + 2, made);
             wait_for_values(tile);  // they were in the same place
             write(tile + 2, made);
             cutlass::arch::fence_view_async_shared();
         }
+        meet(end - 1, false);
+        if (group == 1)
+            add_last();
+        else
+            add_last_later();
         cutlass::arch::warpgroup_reg_alloc<kRegisters>();
     }
+
+    // The last tile, by the first two warpgroups, which can so send while the others add it.
+    __device__ __forceinline__ void add_last() {
+        start_values(end - 1);
+        cute::warpgroup_wait<0>();
+        fence_registers(out);
+        cutlass::arch::NamedBarrier::arrive(kThreads, kHalfAdded);
+    }
+    __device__ __forceinline__ void add_last_later() {
+        cutlass::arch::NamedBarrier::sync(kThreads, kHalfAdded);
+        if (group == 2) {
+            start_values(end - 1);
+            cute::warpgroup_wait<0>();
+        } else {
+            start_values(end - 1);
+            find_weights<2>(threadIdx.x % kWarpgroup / 2);
+            shared.weights_known.arrive();
+            cute::warpgroup_wait<0>();
+        }
+        fence_registers(out);
+    }
     __device__ __forceinline__ void start_next(int32_t tile) {
-        if (tile >= end) return;
+        if (tile >= end || !copies()) return;
         start_tile(tile, next_slot);
         next_slot = load_slot(slot_of(tile + 1));
     }
@@ -404,30 +415,67 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             make();
     }
 
-    __device__ __forceinline__ void finish(const float* cos_sin) {
-        __syncthreads();  // nothing reads the tiles any more, and factors are there
+    __device__ __forceinline__ void finish() {
         cluster_wait();
-        rescale(shared.levels[piece]);
-        share(*this, cos_sin);
+        rescale(shared.whole);
+        const int first = first_head + head();
+        uint16_t* const to[2] = {p.out_bf16.at(row, first), p.out_bf16.at(row, first + 8)};
+        const bool there[2] = {first < p.heads, first + 8 < p.heads};
+        // Known where it matters: the code is fetched for one use.
+        constexpr int kFirstTurned = Sharing::kUnits - kRopeDims / kUnitDims;
+        const float* turned = group == kGroups - 1 ? shared.cos_sin : nullptr;
+        share(*this, [&](int unit) {
+            const int eight = (group * Sharing::kUnits + unit) * 4 + lane % 4;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint4 dims = natural_order(eight_dims(unit, i));
+                if (there[i])
+                    store_group(to[i], eight, dims, unit < kFirstTurned ? nullptr : turned);
+            }
+        });
+    }
+    // Of a head's four vectors lane t of a quad has dims t and t + 4 each: they trade, so that it
+    // has all of vector t.
+    __device__ __forceinline__ uint4 eight_dims(int unit, int second) {
+        uint32_t w[4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            const float* x = values(unit, v) + 2 * second;
+            w[v] = pack_bf16(x[0], x[1]);
+        }
+#pragma unroll
+        for (int h = 1; h < 4; h *= 2) {
+            const bool upper = (lane & h) != 0;
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+                if (v & h) continue;
+                const uint32_t other = __shfl_xor_sync(~0u, upper ? w[v] : w[v + h], h);
+                w[v] = upper ? other : w[v];
+                w[v + h] = upper ? w[v + h] : other;
+            }
+        }
+        return make_uint4(w[0], w[1], w[2], w[3]);
+    }
+
+    __device__ __forceinline__ void know_weights() const { shared.weights_known.wait(0); }
+    struct Plus {
+        float weight[2];
+
+        __device__ void operator()(int i, float& x, float other) const {
+            x = __fmaf_rn(other, weight[i / 2], x);
+        }
+    };
+    __device__ __forceinline__ Plus plus(int from) const {
+        return {{shared.levels[from][head()], shared.levels[from][head() + 8]}};
+    }
+    __device__ __forceinline__ void weigh_own(int unit) {
+        const Plus own = plus(piece);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) values(unit, 0)[i] *= own.weight[i / 2 % 2];
     }
 
     // Unit i: 16 heads and 32 dims, of which a vector has eight.
     __device__ float* values(int i, int vector) { return out + 16 * i + 4 * vector; }
-
-    // To rows of eight dims, four for each head.
-    __device__ void round(int i, uint8_t* to) {
-        to += lane / 4 * 64 + lane % 4 * 4;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            const float* x = values(i, v);
-            *reinterpret_cast<uint32_t*>(to + 16 * v) = pack_bf16(x[0], x[1]);
-            *reinterpret_cast<uint32_t*>(to + 16 * v + 512) = pack_bf16(x[2], x[3]);
-        }
-    }
-    __device__ void locate(int i, int item, int& head, int& eight) const {
-        head = 16 * (warp % 4) + item / 4;
-        eight = group * 16 + i * 4 + item % 4;
-    }
 };
 
 }  // namespace flash_csa::sm90::few_rows::two_tiles
