@@ -101,6 +101,18 @@ def test_contiguous_is_a_selection_of_every_visible_entry(record, device):
     assert_close(selected, out[:4], lse[:4])
 
 
+@pytest.mark.parametrize("rows", [4, 70])
+@pytest.mark.parametrize("heads", [8, 24, 64, 128])
+def test_negative_scale_is_that_of_negated_queries(heads, rows, device):
+    lengths = [200, 64, 1, 0] + [70] * (rows - 4)
+    case = random_case(
+        heads=heads, lengths=lengths, window_lengths=[128, 3, 0, 0] + [9] * (rows - 4)
+    )
+    turned = replace(case, q=-case.q, softmax_scale=-case.softmax_scale)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_close(case, *run(turned, device, dtype=dtype))
+
+
 def test_bf16_output_has_bf16_probabilities(device):
     """Their sum, and so the lse, stays in FP32; the output moves by one rounding of each."""
     case = random_case()
