@@ -36,10 +36,6 @@ enum class SectionKind : int32_t { Window, Index, Reindex, Attend, Contiguous };
 
 FCSA_HD constexpr int32_t num_sections(int32_t num_ratios) { return 1 + 4 * num_ratios; }
 
-FCSA_HD constexpr int32_t section_of(SectionKind kind, int32_t ratio_number) {
-    return kind == SectionKind::Window ? 0 : 4 * ratio_number + static_cast<int32_t>(kind);
-}
-
 struct ScheduleHeader {
     int32_t rows_with_work;
     int32_t total_tiles;       // saturates

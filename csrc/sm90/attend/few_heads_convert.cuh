@@ -5,7 +5,6 @@
 
 #include "sm90/attend/few_heads.cuh"
 #include "sm90/attend/few_heads_products.cuh"
-#include "sm90/common/fresh.cuh"
 
 namespace flash_csa::sm90::few_heads {
 

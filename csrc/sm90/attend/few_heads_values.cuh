@@ -6,6 +6,7 @@
 
 #include "sm90/attend/few_heads.cuh"
 #include "sm90/attend/few_heads_products.cuh"
+#include "sm90/attend/lag.cuh"
 #include "sm90/attend/output.cuh"
 #include "sm90/common/exp2.cuh"
 #include "sm90/common/fresh.cuh"
@@ -25,9 +26,6 @@ struct Partial {
     float sum[kHeads];
 };
 
-// A maximum may lag behind by this much (log2): weights up to 2^8 lose no precision, and `out` is
-// seldom rescaled.
-inline constexpr float kSlack = 8.f;
 // A base before any record: every logit is above it by more than that.
 inline constexpr float kNone = -0x1p100f;
 
@@ -251,7 +249,7 @@ struct Adder {
     float out[kOwnPanels][kFrag];
     // Fragments of the first records, read while it is looked up whether `out` is rescaled.
     static constexpr int kFirst = kHeads == 32 ? 0 : 4;
-    FragmentA first[kFirst + 1];
+    FragmentA first[kFirst + 1];  // there is no array of none
 
     __device__ __forceinline__ void sync() const {
         cutlass::arch::NamedBarrier::sync(kValueThreads<kHeads>, 1);

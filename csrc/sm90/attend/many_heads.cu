@@ -22,6 +22,7 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "sm90/attend/lag.cuh"
 #include "sm90/attend/many_heads_convert.cuh"
 #include "sm90/attend/many_heads_copy.cuh"
 #include "sm90/attend/many_heads_output.cuh"
@@ -47,11 +48,7 @@ struct Registers {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// Online softmax of two heads per lane. Logits are in units of log 2. A maximum stands until
-// another exceeds it by kSlack: weights up to 2^kSlack round as well as those up to 1, and what was
-// accumulated need not be scaled at almost every tile.
-constexpr float kSlack = 8.f;
-
+// Online softmax of two heads per lane. Logits are in units of log 2.
 struct Softmax {
     float max[2] = {-INFINITY, -INFINITY};  // about the largest logit
     float sum[2] = {0.f, 0.f};              // of this lane's records

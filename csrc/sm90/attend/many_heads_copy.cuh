@@ -59,7 +59,7 @@ __device__ __forceinline__ void prefetch_queries(const AttendParams& p, int32_t 
 }
 
 // A thread's 16-byte chunks of the queries of a piece, of a warpgroup: one chunk of every
-// kQueryStep-th head.
+// kStep-th head.
 struct QueryChunks {
     static constexpr int kChunks = kHeadDim / kGroupDims;
     static constexpr int kStep = kWarpgroup / kChunks, kCount = kHeadBlock / kStep;

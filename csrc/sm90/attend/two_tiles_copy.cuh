@@ -79,11 +79,12 @@ struct Part {
     __device__ __forceinline__ const int32_t* slot_of_unit(int32_t tile) const {
         return slot_of(tile, first_entry(tile) + unit_record(), tile < end);
     }
-    // Has the L2 fetch a record of the window, whose slots hardly ever are what the kernel before
-    // writes: then another one, or none, is asked for in vain.
+    // Read while the kernel before ends. Slots of the window hardly ever are what it writes: then
+    // another record, or none, is asked for in vain.
     __device__ __forceinline__ int32_t early_slot(int32_t tile, const int32_t* at) const {
         return in_window(tile) && at != nullptr ? __ldcg(at) : -1;  // not to the L1: it may change
     }
+    // Has the L2 fetch a record of the window.
     __device__ __forceinline__ void prefetch_window_unit(int32_t slot) const {
         const int byte = (lane / 8 * 2 + warp / 8) * 128;
         if (plan.window.holds(slot) && byte < kWindow.bytes())

@@ -10,6 +10,7 @@
 
 #include <cute/arch/copy_sm90.hpp>
 
+#include "sm90/attend/lag.cuh"
 #include "sm90/attend/two_tiles_share.cuh"
 #include "sm90/common/mma.h"
 
@@ -17,8 +18,6 @@ namespace flash_csa::sm90::few_rows::two_tiles {
 
 struct Wide : Sharing<64, Part<64, Shared<64>>> {
     static constexpr int kHeads = 64;
-    // A maximum may lag behind by this much (log2), so that hardly anything is ever rescaled.
-    static constexpr float kSlack = 8.f;
     // Of a thread, while the first warpgroup multiplies.
     static constexpr int kRegisters = 65536 / kThreads, kMultiplierRegisters = 200,
                          kMakerRegisters = 104;
@@ -33,7 +32,6 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     static constexpr int kRecords = kTile / kCopiers;
 
     using Main = Reader<RecordId::MainFp4>;
-    using Window = Reader<RecordId::WindowFp8>;
     // Units of a tile of 8 records and 128 dims (FP4): those of a warp.
     static constexpr int kUnits = kTile / 8 * kGroups,
                          kEachUnits = (kUnits + kMakers - 1) / kMakers;

@@ -86,13 +86,6 @@ __device__ __forceinline__ void multiply_64x64(const FragmentA& a, uint64_t b, f
     detail::multiply<Atom>(a, b, d, accumulate, std::make_index_sequence<32>{});
 }
 
-// d [64, 128] (+)= a [64, 16] . b [128, 16]^T, both K-major.
-__device__ __forceinline__ void multiply_64x128_rows(uint64_t a, uint64_t b, float (&d)[64],
-                                                     bool accumulate) {
-    using Atom = detail::gmma::MMA_64x128x16_F32BF16BF16_SS<detail::Major::K, detail::Major::K>;
-    detail::multiply<Atom>(a, b, d, accumulate, std::make_index_sequence<64>{});
-}
-
 // d [64, 128] (+)= a [64, 16] . b [16, 128], b MN-major; a in shared memory or registers.
 __device__ __forceinline__ void multiply_64x128(uint64_t a, uint64_t b, float (&d)[64],
                                                 bool accumulate) {

@@ -39,7 +39,7 @@ struct ScoreConfig {
 
 constexpr int32_t kMaxStages = 12;
 constexpr int32_t kMaxGroupRows = 128;
-constexpr int32_t kQueryTile = 128 << 10;  // bytes of query codes: the ring keeps 4 stages
+constexpr int32_t kQueryTile = 128 << 10;  // bytes of query codes: 3 stages fit beside them
 
 // Dynamic shared memory: what has a size of its own, then [query codes | weights | stages].
 template <class Config>
