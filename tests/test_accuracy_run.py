@@ -291,13 +291,15 @@ def test_kernels(tmp_path):
         (("--context", "8192", "--input", "capture"), "no input holds as many tokens"),
         (("--context", "8"), "--context"),
         (("--backend", "nowhere:Nothing"), "--backend nowhere:Nothing"),
-        (("--backend", "json:JSONDecoder"), "must be an accuracy.Formula"),
+        (("--backend", "json:JSONDecoder"), "a subclass of accuracy.Formula, got json:JSON"),
+        (("--backend", "json:loads"), "--backend json:loads: loads() missing 1 required"),
     ],
 )
 def test_bad_input_is_one_line(arguments, expected, tmp_path):
     result = invoke("accuracy", "--out", tmp_path, *arguments)
     assert result.exit_code == 2 and result.stdout == ""
     assert expected in result.stderr and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(("flash_csa.accuracy: ", "flash_csa: Invalid value"))
 
 
 def test_accuracy_needs_no_command_line():

@@ -107,10 +107,12 @@ def make_backend(name: str) -> Formula:
     module, _, attribute = name.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"flash_csa accuracy: --backend {name}: {error}") from error
+    except Exception as error:  # the module is the user's
+        raise ValueError(f"flash_csa.accuracy: --backend {name}: {error}") from error
     if not isinstance(made, Formula):
-        raise ValueError(f"flash_csa accuracy: --backend {name} must be an accuracy.Formula")
+        raise ValueError(
+            f"flash_csa.accuracy: --backend must be a subclass of accuracy.Formula, got {name}"
+        )
     made.name = name
     return made
 
@@ -120,7 +122,7 @@ def _check(settings: Settings, before: dict[str, Any] | None) -> None:
     for name in settings.experiments:
         if name not in EXPERIMENTS:
             raise ValueError(
-                f"flash_csa accuracy: --experiment must be one of {', '.join(EXPERIMENTS)}, "
+                f"flash_csa.accuracy: --experiment must be one of {', '.join(EXPERIMENTS)}, "
                 f"got {name}"
             )
     _check_device(settings.device)
@@ -139,7 +141,8 @@ def _check_device(name: str) -> None:
             return
     except RuntimeError:
         pass
-    raise ValueError(f"flash_csa accuracy: --device must be cpu or a CUDA device, got {name!r}")
+    present = "cpu or a CUDA device" if torch.cuda.is_available() else "cpu (there is no GPU here)"
+    raise ValueError(f"flash_csa.accuracy: --device must be {present}, got {name!r}")
 
 
 def _defaults(full: bool, device: str) -> Settings:
@@ -171,7 +174,7 @@ def _write(out: Path, result: dict[str, Any], worse: list[Regression] | None) ->
         (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (out / "report.html").write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"flash_csa accuracy: cannot write {out}: {error}") from error
+        raise ValueError(f"flash_csa.accuracy: cannot write {out}: {error}") from error
 
 
 def show(

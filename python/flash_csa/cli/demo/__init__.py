@@ -60,11 +60,11 @@ def command(
     Exit code 1 if the two differ, or if they differ from the reference.
     """
     if source is not None and synthetic:
-        raise ValueError("flash_csa demo: give --input or --synthetic, not both")
+        raise ValueError("flash_csa.demo: give --input or --synthetic, not both")
     plan = LayerPlan.from_config(model)
     if pool_blocks is not None:
         if plan.pool_blocks == 0:
-            raise ValueError(f"flash_csa demo: --pool-blocks: {model} has no candidate pool")
+            raise ValueError(f"flash_csa.demo: --pool-blocks: {model} has no candidate pool")
         plan = replace(plan, pool_blocks=pool_blocks)
     if synthetic:
         hidden = synthetic_hidden(tokens + DECODE_STEPS, seed)

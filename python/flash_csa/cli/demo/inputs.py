@@ -35,7 +35,7 @@ def read_hidden(path: Path, tokens: int) -> Hidden:
                 raise _error(f"{path} must hold a tensor {TENSOR}", sorted(file.keys()))
             states = file.get_tensor(TENSOR)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"flash_csa demo: cannot read {path}: {error}") from error
+        raise ValueError(f"flash_csa.demo: cannot read {path}: {error}") from error
     got = f"{states.dtype} {list(states.shape)}"
     if states.dtype != torch.bfloat16 or states.dim() != 2 or states.shape[1] < 1:
         raise _error(f"{TENSOR} of {path} must be bfloat16 [tokens, width]", got)
@@ -60,4 +60,4 @@ def synthetic_hidden(tokens: int, seed: int) -> Hidden:
 
 
 def _error(expected: str, got: object) -> ValueError:
-    return ValueError(f"flash_csa demo: {expected}, got {got}")
+    return ValueError(f"flash_csa.demo: {expected}, got {got}")
