@@ -220,6 +220,14 @@ SPEC = fc.CacheSpec.for_plan(PLAN)
         ),
         (lambda: fc.workspace("select", k=None), "workspace: k must be int64, got None"),
         (
+            lambda: fc.workspace("select", k=-(1 << 20), num_sms=132),
+            "workspace_bytes: k must be at least 0, got -1048576",
+        ),
+        (
+            lambda: fc.schedule_size(num_sms=8, max_rows_total=-99),
+            "schedule_size: max_rows_total must be at least 0, got -99",
+        ),
+        (
             lambda: fc.CacheSpec(page_sizes=64),
             "CacheSpec: page_sizes must be a mapping by ratio, got int 64",
         ),
@@ -250,7 +258,18 @@ def test_layers_by_negative_numbers_and_steps_before_their_time():
     step = fc.Step(cache, fc.Batch.decode([0]), pool.block_tables, pool.window_table)
     q, kv = torch.zeros(1, 64, 512).bfloat16(), torch.zeros(1, 512).bfloat16()
     table = fc.cos_sin_table(64, 1e4, False)
+
+    def with_table(ratio_2):
+        tables = {1: pool.block_tables[1], 2: ratio_2}
+        return fc.Step(cache, fc.Batch.decode([0]), tables, pool.window_table)
+
+    wanted = r"Step: block_tables\[2\] must be int32 \[1, max_pages\], got"
     for call, line in (
+        (lambda: with_table(None), f"{wanted} None"),
+        (lambda: with_table(pool.block_tables[2][0]), rf"{wanted} int32 \[1\]"),
+        (lambda: step.n_vis(4), r"Step: ratio must be one of \[1, 2\], got 4"),
+        (lambda: step.entry_slots(4), r"Step: ratio must be one of \[1, 2\], got 4"),
+        (lambda: step.stored_entries(4), r"Step: ratio must be one of \[1, 2\], got 4"),
         (lambda: fc.store_window(cache, -1, step, kv, table), "store_window: layer must be in"),
         (
             lambda: fc.window_layer(cache, 40, step, fc.Query(q, kv), table),
@@ -264,5 +283,28 @@ def test_layers_by_negative_numbers_and_steps_before_their_time():
             "Group: index must be in",
         ),
     ):
-        with pytest.raises(ValueError, match=f"^flash_csa.{line}.*, got"):
+        with pytest.raises(ValueError, match=f"^flash_csa.{line}.*") as caught:
             call()
+        assert ", got" in str(caught.value)
+
+
+def test_sections_that_a_step_does_not_have():
+    layout = SPEC.layout(PLAN, max_tokens=64)
+    pool, batch = fc.BlockPool(layout), fc.Batch.decode([0])
+
+    def step(num_sms):
+        cache = layout.allocate("meta")
+        return fc.Step(cache, batch, pool.block_tables, pool.window_table, num_sms=num_sms)
+
+    begun = step(2).begin()
+    for call, line in (
+        (lambda: begun.section(4, "index"), "Step: ratio must be one of [1, 2], got 4"),
+        (
+            lambda: begun.section(1, "flat"),
+            "Step: kind must be one of window, index, reindex, attend, contiguous, got flat",
+        ),
+        (lambda: step(0).begin(), "schedule: num_sms must be in [1, 65536], got 0"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == f"flash_csa.{line}"

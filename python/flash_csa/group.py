@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ._explain import explained
+from ._fakes import describe
 from .attend import attend
 from .batch import Batch
 from .cache import Cache
@@ -28,6 +29,7 @@ from .step import StepSlots, schedule, step_slots
 from .store import rope_store
 
 _WORKSPACE_OPS = ("attend", "index_select", "compress")
+_KINDS = ("index", "reindex", "attend", "contiguous")  # sections of a ratio, in their order
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ class Step:
             num_sms: workers of the schedule; default: the device's.
         """
         plan, spec, device = cache.layout.plan, cache.layout.spec, batch.positions.device
+        for ratio in plan.ratios:
+            table = block_tables.get(ratio)
+            if not isinstance(table, torch.Tensor) or table.dim() != 2:
+                name, got = f"block_tables[{ratio}]", describe(table)
+                raise _error("Step", name, f"int32 [{batch.num_requests}, max_pages]", got)
         rows = batch.num_rows
         self.batch, self.strict, self.batch_invariant = batch, strict, batch_invariant
         self.block_tables = {ratio: block_tables[ratio] for ratio in plan.ratios}
@@ -121,7 +128,7 @@ class Step:
         self.pooled_by: int | None = None
         self._plan, self._spec = plan, spec
         self._ratios = {ratio: number for number, ratio in enumerate(plan.ratios)}
-        self._num_sms = num_sms or default_num_sms(device)
+        self._num_sms = default_num_sms(device) if num_sms is None else num_sms
         self._schedule: torch.Tensor | None = None
         self.workspace = torch.zeros(self._workspace_bytes(), dtype=torch.uint8, device=device)
 
@@ -169,15 +176,16 @@ class Step:
 
     def n_vis(self, ratio: int) -> torch.Tensor:
         """i32 [R], entries that each row sees at the ratio."""
-        return self.slots.n_vis[self._ratios[ratio]]
+        return self.slots.n_vis[self._number(ratio)]
 
     def entry_slots(self, ratio: int) -> torch.Tensor:
         """i32 [R], slot of the entry that each row closes at the ratio, else -1."""
-        return self.slots.entry_slots[self._ratios[ratio]]
+        return self.slots.entry_slots[self._number(ratio)]
 
     def stored_entries(self, ratio: int) -> torch.Tensor | None:
         """i32 [B], the ratio's row of `entry_first`."""
-        return None if self.entry_first is None else self.entry_first[self._ratios[ratio]]
+        number = self._number(ratio)
+        return None if self.entry_first is None else self.entry_first[number]
 
     def section(self, ratio: int, kind: str) -> torch.Tensor:
         """The schedule of one kind of work: window, index, reindex, attend or contiguous."""
@@ -185,8 +193,14 @@ class Step:
             raise ValueError("flash_csa.Step: step must have begun (Step.begin), got a new one")
         if kind == "window":
             return self._schedule[0]
-        kinds = ("index", "reindex", "attend", "contiguous")
-        return self._schedule[1 + 4 * self._ratios[ratio] + kinds.index(kind)]
+        if kind not in _KINDS:
+            raise _error("Step", "kind", f"one of {', '.join(('window', *_KINDS))}", kind)
+        return self._schedule[1 + 4 * self._number(ratio) + _KINDS.index(kind)]
+
+    def _number(self, ratio: int) -> int:
+        if ratio not in self._ratios:
+            raise _error("Step", "ratio", f"one of {list(self._ratios)}", ratio)
+        return self._ratios[ratio]
 
     def _max_entries(self, ratio: int) -> int:
         return self.block_tables[ratio].shape[1] * self._spec.page_sizes[ratio]
@@ -454,6 +468,10 @@ def store_window(
     _planned("store_window", cache, layer)
     no_heads = window_kv.new_empty(len(window_kv), 0, HEAD_DIM)
     _rope_store(cache, layer, step, no_heads, window_kv, cos_sin)
+
+
+def _error(owner: str, name: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"flash_csa.{owner}: {name} must be {expected}, got {got}")
 
 
 def _planned(function: str, cache: Cache, layer: int) -> Layer:

@@ -19,6 +19,12 @@ def _round_up(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple
 
 
+def _not_negative(function: str, **counts: int) -> None:
+    for name, count in counts.items():
+        if count < 0:
+            raise ValueError(f"flash_csa.{function}: {name} must be at least 0, got {count}")
+
+
 @explained()
 def default_num_sms(device: torch.device | str = "cpu") -> int:
     """Workers of a device: the SMs of a GPU, PyTorch's threads on the CPU."""
@@ -30,7 +36,12 @@ def default_num_sms(device: torch.device | str = "cpu") -> int:
 
 @explained()
 def schedule_size(*, num_sms: int, max_rows_total: int) -> int:
-    """int32 words of one section of a schedule."""
+    """int32 words of one section of a schedule, of `num_sms` workers and as many rows at most.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    _not_negative("schedule_size", num_sms=num_sms, max_rows_total=max_rows_total)
     header, one_range = 8, 4
     return _round_up(header + one_range * num_sms + max_rows_total + 1, 4)
 
@@ -56,11 +67,23 @@ def workspace_bytes(
         max_rows: query rows of a step. heads: attention heads. k: top-k.
         max_entries: entries of the longest request. pool_blocks: width of the pool to build.
         num_sms: as given to `schedule`.
+
+    Raises:
+        ValueError: an unknown op, a negative number.
     """
     if op not in _WORKSPACE_OPS:
         raise ValueError(
             f"flash_csa.workspace_bytes: op must be one of {', '.join(_WORKSPACE_OPS)}, got {op}"
         )
+    _not_negative(
+        "workspace_bytes",
+        max_rows=max_rows,
+        heads=heads,
+        k=k,
+        max_entries=max_entries,
+        pool_blocks=pool_blocks,
+        num_sms=num_sms,
+    )
     scratch = 0
     if op == "attend":  # partial outputs and their lse, two per worker
         scratch = 2 * num_sms * min(heads, 64) * (_C.HEAD_DIM + 1) * 4
