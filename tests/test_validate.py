@@ -284,9 +284,19 @@ def test_traced_code_is_not_checked(device):
 
 def test_read_from_the_environment_at_import():
     code = "from flash_csa import validate; print(validate.ops.store.__name__)"
-    for value, name in (("1", "call"), ("0", "store")):
+    for value, name in (("1", "call"), ("0", "store"), ("", "store")):
         env = os.environ | {"FLASH_CSA_VALIDATE": value}
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
         )
         assert done.stdout.strip() == name
+
+
+def test_another_value_in_the_environment_is_refused():
+    """Not taken for 0: the checks would be off unnoticed."""
+    env = os.environ | {"FLASH_CSA_VALIDATE": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import flash_csa"], env=env, capture_output=True, text=True
+    )
+    line = "ValueError: flash_csa: FLASH_CSA_VALIDATE must be 0 or 1, got true"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == line

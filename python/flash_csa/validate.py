@@ -429,4 +429,11 @@ def check() -> None:
         )
 
 
-_install(os.environ.get("FLASH_CSA_VALIDATE") == "1")
+def _wanted() -> bool:
+    value = os.environ.get("FLASH_CSA_VALIDATE") or "0"
+    if value not in ("0", "1"):  # "true" would leave the checks off, and nobody would know
+        raise ValueError(f"flash_csa: FLASH_CSA_VALIDATE must be 0 or 1, got {value}")
+    return value == "1"
+
+
+_install(_wanted())
