@@ -95,6 +95,7 @@ def test_bad_specs_and_sizes():
     for fields, message in (
         ({"main": "IndexFp4"}, r"main must be one of \['MainFp4', 'WindowFp8', 'MixedFp8'\]"),
         ({"index": "nonsense"}, r"index must be one of \['IndexFp4', 'IndexFp8'\], got nonsense"),
+        ({"window": "MainFp4"}, r"window must be one of \['WindowFp8', 'MixedFp8'\], got MainFp4"),
         ({"page_sizes": {1: 0}}, r"page_sizes\[1\] must be 1 to 256, got 0"),
         ({"window_page_size": 257}, "window_page_size must be 1 to 256, got 257"),
     ):

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from . import _C
 from ._explain import explained
 from ._fakes import describe
 from .compress import Tail
 from .plan import HEAD_DIM, INDEX_DIM, RATIOS, GroupPlan, LayerPlan
 from .records import RECORDS, Pages
 
-MAX_PAGE_SIZE = 256
+MAX_PAGE_SIZE: int = _C.MAX_PAGE_SIZE
 _PAGE_SIZES = {1: 64, 2: 64, 4: 64, 128: 8}
 
 
@@ -41,8 +42,12 @@ class CacheSpec:
     window_page_size: int = 64
 
     def __post_init__(self) -> None:
-        for name, dims in (("main", HEAD_DIM), ("index", INDEX_DIM), ("window", HEAD_DIM)):
-            fitting = [record.name for record in RECORDS.values() if record.dims == dims]
+        main, index = (
+            [record.name for record in RECORDS.values() if record.dims == dims]
+            for dims in (HEAD_DIM, INDEX_DIM)
+        )
+        window = [name for name in main if RECORDS[name].element == "E4M3"]  # of rope_store
+        for name, fitting in (("main", main), ("index", index), ("window", window)):
             if getattr(self, name) not in fitting:
                 raise _error(f"CacheSpec: {name}", f"one of {fitting}", getattr(self, name))
         if not isinstance(self.page_sizes, Mapping):
