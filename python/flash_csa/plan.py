@@ -20,13 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from . import _C
 from ._explain import explained
 from .configs import BY_NAME
 
-HEAD_DIM = 512  # K = V, one vector
-ROPE_DIMS = 64  # the last dims of a main, window or index vector
-INDEX_DIM = 128
-POOL_BLOCK = 8  # positions of a candidate block
+HEAD_DIM: int = _C.HEAD_DIM  # K = V, one vector
+ROPE_DIMS: int = _C.ROPE_DIMS  # the last dims of a main, window or index vector
+INDEX_DIM: int = _C.INDEX_DIM
+POOL_BLOCK: int = _C.POOL_BLOCK  # positions of a candidate block
 CONTIGUOUS_RATIO = 128  # at this ratio a layer may attend to every entry instead of selecting
 RATIOS = (0, 1, 2, 4, CONTIGUOUS_RATIO)
 

@@ -64,11 +64,6 @@ class _Records(dict[str, Record]):
 RECORDS = _Records({row["name"]: Record(**row) for row in _C.RECORDS})
 
 
-def record_id(name: str | None) -> int:
-    """The id that op schemas take for a record's name; -1 for None."""
-    return -1 if name is None else RECORDS[name].id
-
-
 @dataclass(frozen=True)
 class Pages:
     """Pages of one kind of record.
