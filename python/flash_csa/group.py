@@ -268,7 +268,8 @@ class Group:
             The attention output after inverse RoPE, ready for the output projection.
 
         Raises:
-            ValueError: the layer has another mode or group, or an op refuses an argument.
+            ValueError: the layer has another mode or group, or an op refuses an argument. The ops
+                before that one have run: records, tails, window and q may be written.
         """
         planned = self._layer("full", layer)
         if tokens is not None:
