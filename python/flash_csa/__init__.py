@@ -1,7 +1,8 @@
 """Compressed sparse attention on the 890 bytes/token cache: compress, index, select, attend.
 
-Every op takes CPU tensors; lengths, positions and tables are tensors and are never read on the
-host. Importing touches no GPU.
+Every op takes CPU tensors or, on an H100 or H200, CUDA tensors. Lengths, positions and tables are
+tensors and are never read on the host. Importing touches no GPU. Wrong arguments raise ValueError,
+one line that names op, argument, what was expected and what was given, before the op writes.
 """
 
 import re as _re

@@ -52,6 +52,10 @@ def attend(
 
     Returns:
         out.
+
+    Raises:
+        ValueError: dtype, shape, device, stride, record or page size is not as stated; no list, or
+            both `selection` and `contiguous`; softmax_scale is not finite; a small `workspace`.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -104,7 +108,14 @@ def merge(
     Args:
         outs: bf16 or f32 [W, R, H, 512] partial outputs, without sink and derotation.
         lses: f32 [W, R, H], natural; +inf or -inf: the part is empty.
-        sink, derotate, out, lse: as for `attend`, applied once, to the whole.
+        sink, derotate, out, lse: as for `attend`, applied once, to the whole. Default of `out`: the
+            dtype of `outs`.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: dtype, shape, device or stride is not as stated.
     """
     if out is None:
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)

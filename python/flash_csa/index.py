@@ -50,11 +50,15 @@ def quantize_query(
     """Rotates index queries at their positions and quantises them.
 
     Args:
-        q: bf16 [R, Hi, 128], read only. positions: i32 [R]; a padded row gives zero codes.
+        q: bf16 [R, Hi, 128], read only. positions: i32 [R]; a padded row gives zero codes and
+            scales.
         cos_sin: f32 [max_pos, 64].
         record: the element and scale of "IndexFp4" or "IndexFp8".
         rotate: Hadamard rotation after RoPE (V4).
         out: where to write; default: new tensors.
+
+    Raises:
+        ValueError: dtype, shape, device, stride or record is not as stated.
     """
     if out is None:
         out = IndexQuery.empty(q.shape[0], q.shape[1], record, q.device)
@@ -102,6 +106,10 @@ def index_scores(
     Returns:
         f32 [R, max_pages * page_size], or [R, 8 * pool blocks]; columns of entries that are not
         visible, or not here, are undefined.
+
+    Raises:
+        ValueError: dtype, shape, device, stride, record, ratio or page size is not as stated; FP8
+            queries with FP4 keys; an `out` or `workspace` that is too small.
     """
     if out is None:
         columns = block_table.shape[1] * index.page_size

@@ -134,6 +134,10 @@ def select(
 
     Returns:
         Selection, Pool or None.
+
+    Raises:
+        ValueError: dtype, shape, device, stride, ratio or page size is not as stated; k not in
+            [1, 65536]; a pool to build and one to stay in; too few columns; a small `workspace`.
     """
     selection, built = _outputs(out, len(scores), k, pool_blocks, scores.device)
     _check_pool_blocks("select", pool_blocks, built)
@@ -173,7 +177,7 @@ def index_select(
 ) -> tuple[Selection, Pool | None]:
     """`index_scores` and `select` in one, with the same bits and without a score matrix.
 
-    Arguments and results as of the two.
+    Arguments, results and errors as of the two.
     """
     selection, built = _outputs(out, len(weights), k, pool_blocks, weights.device)
     _check_pool_blocks("index_select", pool_blocks, built)
@@ -220,6 +224,9 @@ def normalize_pool(
         blocks: i32 [R, n], any order, duplicates and -1 anywhere. positions: i32 [R].
         max_entries: entries a request can have (max_pages * page_size).
         out: Pool of at least n columns; default: a new one of n.
+
+    Raises:
+        ValueError: dtype, shape, device or ratio is not as stated; n exceeds the width of `out`.
     """
     if out is None:
         out = Pool.empty(*blocks.shape, blocks.device)
@@ -251,6 +258,9 @@ def merge_selections(
     Args:
         positions: i32 [W, R, K], -1 padded. scores: f32 [W, R, K].
         row_request: i32 [R]. block_table: i32 [B, max_pages], gives the slots.
+
+    Raises:
+        ValueError: dtype, shape, device, k or page size is not as stated.
     """
     if out is None:
         out = Selection.empty(positions.shape[1], k, positions.device)
@@ -285,6 +295,9 @@ def merge_pools(
     Args:
         blocks: i32 [W, R, n], -1 padded. scores: f32 [W, R, n] block maxima. positions: i32 [R].
         pool_blocks: blocks to keep where `out` is not given; default n.
+
+    Raises:
+        ValueError: dtype, shape, device or ratio is not as stated.
     """
     if out is None:
         out = Pool.empty(blocks.shape[1], pool_blocks or blocks.shape[2], blocks.device)

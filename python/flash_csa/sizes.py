@@ -98,10 +98,11 @@ def workspace_bytes(
 
 @explained()
 def workspace(op: str, *, device: torch.device | str = "cpu", **bounds: int) -> torch.Tensor:
-    """A workspace, u8. One per stream, shared by all ops (take the largest).
+    """A workspace, u8 [workspace_bytes(op, **bounds)]. One per stream, shared by all ops (take the
+    largest).
 
-    The counters are zero, the scratch behind them is not touched. num_sms defaults to a GPU's own;
-    the CPU's ops use no scratch.
+    The counters are zero, the scratch behind them is not touched. max_rows defaults to 1, num_sms
+    to a GPU's own; the CPU's ops use no scratch.
     """
     if torch.device(device).type == "cuda":
         bounds = {"num_sms": default_num_sms(device), **bounds}

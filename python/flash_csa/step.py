@@ -71,6 +71,10 @@ def step_slots(
         window_first: i32 [B], first position whose window record may be read (bounded replay).
         entry_first: i32 [len(ratios), B], entries already stored, which are not closed again.
         out: results; default: new ones.
+
+    Raises:
+        ValueError: dtype, shape or device is not as stated; a ratio or page size is not supported;
+            lists of different lengths; a window table that is too narrow.
     """
     if out is None:
         out = StepSlots.empty(len(batch.positions), len(ratios), window, batch.positions.device)
@@ -122,10 +126,15 @@ def schedule(
         contiguous_ratios: ratios whose layers attend all visible entries (HCA).
         batch_invariant: no row is divided, so that its bits do not depend on its batch.
         num_sms: workers, see `default_num_sms`.
+        out: as returned, at least as wide; default: a new one.
 
     Returns:
         i32 [1 + 4 * len(ratios), schedule_size]. Row 0: window only; of ratio number i: 1 + 4 i
         index, 2 + 4 i reindex, 3 + 4 i attend, 4 + 4 i contiguous. An op takes its row.
+
+    Raises:
+        ValueError: dtype, shape or device is not as stated; a number is out of range; pool_ratio or
+            a contiguous ratio is none of `ratios`; an `out` that is too small.
     """
     if out is None:
         size = schedule_size(num_sms=num_sms, max_rows_total=len(batch.positions))

@@ -14,7 +14,8 @@ def store(rows: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
     Args:
         rows: bf16 [N, dims of the record].
         pages: written in place, any record.
-        slots: i32 [N]; a slot outside [0, capacity) is skipped.
+        slots: i32 [N]; a slot outside [0, capacity) is skipped. No two rows may have the same one:
+            whose bytes it then holds is undefined.
 
     Raises:
         ValueError: dtype, shape, device, stride, record or page size is not as stated.
@@ -35,6 +36,9 @@ def load(
         pages: any record.
         slots: i32 [N]; an absent slot gives zeros.
         out: bf16 or f32 [N, dims]; default: a new tensor of `dtype`.
+
+    Raises:
+        ValueError: dtype, shape, device, stride, record or page size is not as stated.
     """
     if out is None:
         out = torch.empty(len(slots), RECORDS[pages.record].dims, dtype=dtype, device=slots.device)
@@ -60,8 +64,13 @@ def rope_store(
             `q_norm_eps` (V4) each head is first divided by its RMS, which touches all dims.
         kv: bf16 [R, 512], read only.
         window: WindowFp8 or MixedFp8 pages.
-        slots: i32 [R] (step_slots' window_store); -1 skips the store, not the rotation.
+        slots: i32 [R] (step_slots' window_store), no two the same; -1 skips the store, not the
+            rotation.
         positions: i32 [R]; -1 leaves the row alone.
         cos_sin: f32 [max_pos, 64], see `cos_sin_table`.
+
+    Raises:
+        ValueError: dtype, shape, device, stride, record or page size is not as stated; q_norm_eps
+            is negative or not finite.
     """
     _ops.rope_store(q, kv, *flat(window), slots, positions, cos_sin, q_norm_eps=q_norm_eps)

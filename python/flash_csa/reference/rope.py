@@ -44,7 +44,14 @@ def cos_sin_table(max_pos: int, theta: float, yarn: bool) -> Tensor:
 
     Each is the FP32 value nearest to the cosine or sine of the FP32 angle (evaluated in FP64 with
     full range reduction: angles reach 10^6), the same on every machine. Made once on the CPU;
-    256 bytes per position. ValueError unless 1 <= max_pos <= 2^24.
+    256 bytes per position.
+
+    Args:
+        theta: base of the frequencies. yarn: they are those of YaRN (factor 16 from 65,536
+            positions), as in layers with a compressor; see `LayerPlan.theta`, `compressed_theta`.
+
+    Raises:
+        ValueError: max_pos is not in [1, 2^24]; theta is not finite and positive.
     """
     for name, value, holds, expected in (
         ("max_pos", max_pos, 1 <= max_pos <= _MAX_POSITIONS, f"1 to {_MAX_POSITIONS}"),
