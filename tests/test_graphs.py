@@ -4,6 +4,9 @@ On the CPU a "graph" is the closure itself, so that the test of whole steps also
 reuses its buffers rightly.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -199,6 +202,27 @@ def test_every_op_twenty_times(name, device):
     first = _results(calls[0])
     for call in calls[1:]:
         _assert_same(_results(call), first)
+
+
+@pytest.mark.case("Self-consistency")
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "probe"])
+def test_every_op_by_several_threads(name, device):
+    """Ops run without the interpreter's lock: calls of other threads share no scratch with them."""
+    mixed = {"start": (3, 60, 0), "rows": (9, 2, 5), "padding": 3}
+    first = _run(CALLS[name](Scene(device, **mixed)))
+    calls = [[CALLS[name](Scene(device, **mixed)) for _ in range(5)] for _ in range(4)]
+    together = threading.Barrier(len(calls))
+
+    def run(own: list[Call]) -> None:
+        together.wait()
+        for call in own:
+            call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        list(pool.map(run, calls))
+    for own in calls:
+        for call in own:
+            _assert_same(_results(call), first)
 
 
 @pytest.fixture
