@@ -213,6 +213,24 @@ SPEC = fc.CacheSpec.for_plan(PLAN)
             lambda: fc.Pages(None, "MainFp4", 8),
             "Pages: data must be uint8 [num_pages, bytes], got None",
         ),
+        *(
+            (
+                lambda make=make, device=device: make(device),
+                f"{name}: device must be one that is there, got {device}",
+            )
+            for device in ("warp", "cuda:99")
+            for name, make in (
+                ("Pages.empty", lambda device: fc.Pages.empty(1, "MainFp4", 8, device)),
+                ("Selection.empty", lambda device: fc.Selection.empty(1, 8, device)),
+                ("Batch.build", lambda device: fc.Batch.build([0], [1], device=device)),
+                ("workspace", lambda device: fc.workspace("select", k=8, device=device)),
+                ("default_num_sms", fc.default_num_sms),
+                (
+                    "CacheSpec.allocate",
+                    lambda device: SPEC.allocate(PLAN, max_tokens=9, device=device),
+                ),
+            )
+        ),
         (lambda: fc.Pool.empty(1, -1), "Pool.empty: width must be in [0, 1048576], got -1"),
         (
             lambda: fc.cos_sin_table(8, float("nan"), True),

@@ -69,6 +69,9 @@ def _line(function: Callable, limits: dict, args: tuple, kwargs: dict, error: st
         value = bound.arguments.get(name, low)
         if not low <= value <= high:
             return f"{where}: {name} must be in [{low}, {high}], got {value}"
+    device = bound.arguments.get("device", "cpu")
+    if not _is_there(device):
+        return f"{where}: device must be one that is there, got {device}"
     said = error.startswith("flash_csa.")
     if is_op and (not error.startswith(f"{where}: ") or _OF_TENSORS.match(error)):
         try:
@@ -77,6 +80,14 @@ def _line(function: Callable, limits: dict, args: tuple, kwargs: dict, error: st
             return str(found)
     absent = [field for name, value in bound.arguments.items() for field in _absent(value, name)]
     return f"{where}: {absent[0]} must be a tensor, got None" if absent and not said else None
+
+
+def _is_there(device: Any) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except Exception:  # of several types: no such kind, no such number, a PyTorch without it
+        return False
+    return True
 
 
 def _annotated(
