@@ -223,9 +223,9 @@ def bad_values(call: Call, name: str) -> list:
         return [-1] if call.op == "schedule" else [-1, 0, 1 << 17]
     return {
         "ratio": [-1, 0, 3, 8],
-        "eps": [-1.0, float("nan"), float("inf")],
-        "q_norm_eps": [-1.0, float("nan")],
-        "softmax_scale": [float("inf"), float("nan")],
+        "eps": [-1.0, float("nan"), float("inf"), 1e300],
+        "q_norm_eps": [-1.0, float("nan"), 1e300],
+        "softmax_scale": [float("inf"), float("nan"), 1e300],
         "batch_max_rows": [-1, 1 << 32],
         "max_entries": [[8], [8, -1]] if call.op == "schedule" else [-1, 1 << 32],
         "ratios": [[1, 3], [1], [1] * 9],
@@ -408,6 +408,24 @@ def test_wrong_values(name, scene):
             "select-build",
             lambda a: {"pool_blocks": a["pool_out_blocks"], "pool_counts": a["pool_out_counts"]},
             "pool and pool_blocks must not be given together (restrict or build), got both",
+        ),
+        (
+            "attend-selection",
+            lambda a: {"softmax_scale": -1e300},
+            "softmax_scale must be finite in FP32, got -1e+300",
+        ),
+        (
+            "compress-ratio2",
+            lambda a: {"eps": -1e-9},
+            "eps must be finite in FP32 and not negative, got -1e-09",
+        ),
+        (
+            "normalize_pool",
+            lambda a: {
+                "blocks": a["blocks"][:, :0],
+                "pool_out_blocks": a["pool_out_blocks"][:, :0],
+            },
+            "pool_out.blocks columns must be in [1, 1048576], got 0",
         ),
         (
             "normalize_pool",

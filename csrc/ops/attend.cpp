@@ -89,8 +89,8 @@ void attend(const Tensor& q, const OptTensor& main_pages, int64_t main_record,
     check("out", out);
     check("lse", lse);
     check.workspace(workspace, kSyncBytes);
-    check.require(std::isfinite(softmax_scale),
-                  "softmax_scale must be finite, got " + std::to_string(softmax_scale));
+    check.require(std::isfinite(static_cast<float>(softmax_scale)),
+                  "softmax_scale must be finite in FP32, got " + number(softmax_scale));
 
     AttendParams p;
     p.q = heads<const uint16_t>(q);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -134,6 +135,12 @@ bool is_distinct(const Tensor& t) {
 }
 
 }  // namespace
+
+std::string number(double x) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%g", x);
+    return text;
+}
 
 Check::Check(const char* op) : op_(nullptr) {
     for (const OpSignature& s : kSignatures)
@@ -286,9 +293,9 @@ void Check::in_range(const std::string& argument, int64_t got, int64_t low, int6
 }
 
 void Check::not_negative(const char* argument, double got) const {
-    if (!(got >= 0 && std::isfinite(got)))
-        fail(std::string(argument) + " must be finite and not negative, got " +
-             std::to_string(got));
+    if (!(got >= 0 && std::isfinite(static_cast<float>(got))))
+        fail(std::string(argument) + " must be finite in FP32 and not negative, got " +
+             number(got));
 }
 
 void Check::workspace(const OptTensor& t, int64_t needed) const {

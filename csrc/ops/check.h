@@ -36,7 +36,7 @@ class Check {
     // `argument` must be one of the values.
     void one_of(const char* argument, int64_t got, std::initializer_list<int64_t> values) const;
     void in_range(const std::string& argument, int64_t got, int64_t low, int64_t high) const;
-    // `argument` must be a finite number, not negative.
+    // `argument` must be a number that is finite as FP32, not negative.
     void not_negative(const char* argument, double got) const;
     void workspace(const OptTensor& t, int64_t needed) const;
     // Checks a section of a schedule, which is at least as long as one of a single worker.
@@ -72,6 +72,9 @@ class Check {
     bool cuda_ = false;
     int32_t device_ = -1;
 };
+
+// As messages show it: std::to_string gives all digits of 1e300, and none of 1e-9.
+std::string number(double x);
 
 inline bool has_dtype(const Tensor& t, ScalarType dtype) { return t.scalar_type() == dtype; }
 

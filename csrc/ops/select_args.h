@@ -42,7 +42,7 @@ inline PoolOut pool_out(Check& check, const OptTensor& blocks, const OptTensor& 
         blocks.has_value() == counts.has_value() && (blocks.has_value() || !scores.has_value()),
         "pool_out.blocks and pool_out.counts must come together, got one of them");
     if (!blocks.has_value()) return {};
-    check.in_range("pool_blocks", blocks->size(1), 1, kMaxPoolBlocks);
+    check.in_range("pool_out.blocks columns", blocks->size(1), 1, kMaxPoolBlocks);
     return {matrix<int32_t>(blocks), ptr<int32_t>(counts), matrix<float>(scores),
             static_cast<int32_t>(blocks->size(1))};
 }
