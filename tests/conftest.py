@@ -14,6 +14,14 @@ def device(request) -> torch.device:
     return torch.device(request.config.getoption("--device"))
 
 
+@pytest.fixture
+def cuda(device) -> torch.device:
+    """The device under test, which is a GPU."""
+    if device.type != "cuda":
+        pytest.skip("needs --device=cuda")
+    return device
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

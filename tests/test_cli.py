@@ -64,9 +64,7 @@ def test_info_initialises_no_gpu_unless_it_probes(monkeypatch):
     assert not torch.cuda.is_initialized()
 
 
-def test_info_runs_a_kernel_on_every_gpu(device):
-    if device.type != "cuda":
-        pytest.skip("needs a GPU")
+def test_info_runs_a_kernel_on_every_gpu(cuda):
     found = info.collect()
     assert len(found["devices"]["probed"]) == torch.cuda.device_count()
     assert {gpu["status"] for gpu in found["devices"]["probed"]} == {"runs"}

@@ -225,13 +225,6 @@ def test_every_op_by_several_threads(name, device):
             _assert_same(_results(call), first)
 
 
-@pytest.fixture
-def cuda(device) -> torch.device:
-    if device.type != "cuda":
-        pytest.skip("needs --device=cuda")
-    return device
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_every_op_can_be_captured(name, cuda):
     expected = _run(CALLS[name](Scene(cuda)))

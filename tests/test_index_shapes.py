@@ -54,6 +54,7 @@ def near_scores(case, device) -> torch.Tensor:
 # ---- index_scores
 
 
+@pytest.mark.case("Head counts and real dispatch")
 @pytest.mark.parametrize("heads", [1, 3, 8, 31, 51, 64, 93, 128])
 def test_heads(heads: int, device) -> None:
     """Blocks of eight rows, fewer where the queries of many heads would not fit."""

@@ -20,9 +20,8 @@ def test_every_call_is_in_one_process():
     assert all(any(fnmatch(name, glob) for name in CALLS) for _, glob in SCENES)
 
 
-def test_every_kernel_is_called(device):
-    if device.type != "cuda":
-        pytest.skip("kernels are run")
+@pytest.mark.case("Head counts and real dispatch")
+def test_every_kernel_is_called(cuda):
     traced = {"activities": [torch.profiler.ProfilerActivity.CUDA], "acc_events": True}
     with torch.profiler.profile(**traced) as profile:
         for ops in OPS:
