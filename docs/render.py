@@ -6,6 +6,7 @@ accuracy`, without its finer buckets.
 usage: python docs/render.py [--check] [--accuracy results.json]
 """
 
+import argparse
 import json
 import re
 import sys
@@ -227,13 +228,21 @@ def render(path: Path) -> str:
     return ROWS.sub(lambda m: f"{m[1]}{rows_table(m[2].split())}\n{m[3]}", text)
 
 
-if __name__ == "__main__":
-    if "--accuracy" in sys.argv:
-        take_accuracy(Path(sys.argv[sys.argv.index("--accuracy") + 1]))
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes tables of documents from code and rows.")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    parser.add_argument("--accuracy", type=Path, metavar="results.json", help="take a run first")
+    options = parser.parse_args()
+    if options.accuracy:
+        take_accuracy(options.accuracy)
     rendered = {path: render(path) for path in BLOCKS}
     stale = [path for path, text in rendered.items() if text != path.read_text()]
-    if "--check" in sys.argv:
+    if options.check:
         names = ", ".join(path.name for path in stale)
         sys.exit(f"stale: {names}; run python docs/render.py" if stale else 0)
     for path in stale:
         path.write_text(rendered[path])
+
+
+if __name__ == "__main__":
+    main()
