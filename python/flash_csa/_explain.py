@@ -83,11 +83,17 @@ def _line(function: Callable, limits: dict, args: tuple, kwargs: dict, error: st
 
 
 def _is_there(device: Any) -> bool:
+    """Not asked of a GPU itself: after a fault of a kernel every answer would be its error."""
     try:
-        torch.empty(0, device=device)
-    except Exception:  # of several types: no such kind, no such number, a PyTorch without it
+        place = torch.device(device)
+        if place.type != "cuda":
+            torch.empty(0, device=place)
+    except Exception:  # of several types: no such kind, a PyTorch without it
         return False
-    return True
+    number = place.index or 0
+    return place.type != "cuda" or (
+        torch.cuda.is_available() and number < torch.cuda.device_count()
+    )
 
 
 def _annotated(
