@@ -184,6 +184,12 @@ def test_a_bad_field_is_named_in_one_line(message):
     assert str(error.value) == f"flash_csa.LayerPlan: {message}"
 
 
+def test_counts_of_one():
+    fields = {"num_attention_heads": 1, "index_n_heads": 1, "index_topk": 1, "sliding_window": 1}
+    plan = LayerPlan.from_config({**GOLDEN, **fields})
+    assert (plan.heads, plan.index_heads, plan.topk, plan.window) == (1, 1, 1, 1)
+
+
 def test_bad_heads_and_files(tmp_path):
     with pytest.raises(ValueError, match="heads must be a positive integer, got 0"):
         LayerPlan.from_config(GOLDEN, heads=0)

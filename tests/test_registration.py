@@ -166,6 +166,14 @@ def test_fakes_name_the_argument_that_most_others_contradict(name, change, line)
         call.but(**change(call.args))()
 
 
+@pytest.mark.parametrize("record", [-1, len(_C.RECORDS), 99])
+def test_fakes_leave_unknown_records_to_the_op(record):
+    for name, argument in (("store-MainFp4", "pages_record"), ("quantize_query-fp4", "record")):
+        call = CALLS[name](Scene()).but(**{argument: record})
+        assert call.to("meta")() is None
+        assert "record must be one of" in outcome(call)
+
+
 def test_fakes_do_not_ask_for_values():
     """Shapes stay symbolic: one graph serves every number of rows."""
     counter = torch._dynamo.testing.CompileCounter()
