@@ -1,5 +1,6 @@
 """Schemas, fakes and tracing: what PyTorch is told about the ops is what they do."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -47,6 +48,16 @@ def test_signature_rows_are_the_schemas_tensors(op):
     rows = [row[0].replace(".", "_") for row in _C.SIGNATURES[op]]
     assert sorted(rows) == sorted(tensors)
     assert tensors == {row[0].replace(".", "_"): row[4] for row in _C.SIGNATURES[op]}
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "probe"])
+def test_defaults_of_functions_are_the_schemas(op):
+    """Of numbers and flags; a function that leaves one out gives what the op does without it."""
+    schema = {a.name: a for a in overload(op)._schema.arguments if "Tensor" not in str(a.type)}
+    for name, parameter in inspect.signature(getattr(flash_csa, op)).parameters.items():
+        if name in schema and schema[name].has_default_value():
+            default = schema[name].default_value
+            assert (parameter.default or None) == (default or None), name
 
 
 def test_every_op_is_registered_for_cpu_and_cuda():
