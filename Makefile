@@ -94,7 +94,7 @@ lint: $(ENV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	find csrc tests bench cmake -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
-	    | xargs $(dir $(PY))clang-format --dry-run --Werror
+	    | xargs $(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror
 
 clean:
 	rm -rf build dist .venv python/*.egg-info python/flash_csa/*.so

@@ -42,6 +42,18 @@ def output(*command: str, text_in: str | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("target", ["lint", "test", "demo"])
+def test_make_runs_programs_of_the_environment(target, monkeypatch):
+    """Found on the PATH or in .venv, never in the current folder."""
+    folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))  # an active environment with PyTorch
+    recipe = output("make", "-C", str(ROOT), "-n", target, "PYTHON=python3")
+    commands = re.findall(r"(?:^|[|]\s*xargs\s+|&&\s*)([\w./-]+)", recipe, re.M)
+    found = {word for word in commands if not re.match(r"make(\[|:)?", word)}
+    assert found & {"python3", ".venv/bin/python"}
+    assert not [word for word in found if word.startswith("./")]
+
+
 # ---- the library
 
 
