@@ -25,7 +25,8 @@ NEW_ENOUGH := import re, torch; v = re.findall(r'\d+', torch.__version__); \
 ACTIVE := $(shell $(PYTHON) -c "$(NEW_ENOUGH)" 2>/dev/null && echo yes)
 ifeq ($(ACTIVE),yes)
 PY := $(PYTHON)
-ENV := build/.environment
+# A stamp of its own for each environment: what one has, another may lack.
+ENV := build/.environment-$(shell $(PYTHON) -c "import sys, zlib; print(zlib.crc32(sys.prefix.encode()))")
 else
 PY := .venv/bin/python
 ENV := .venv/.ready
@@ -51,7 +52,7 @@ mutants: build
 	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	touch $@
 
-build/.environment: pyproject.toml
+build/.environment-%: pyproject.toml
 	@mkdir -p build
 	$(PIP) install -q $(BUILD_TOOLS)
 	$(PIP) install -q --no-deps $(CUTLASS)
