@@ -92,9 +92,11 @@ class Scene:
         pages: int = 2,
         heads: int = HEADS,
         index_heads: int = INDEX_HEADS,
+        selected: int = K,
     ):
         self.device = torch.device(device)
         self.heads, self.index_heads = heads, index_heads
+        self.selected = selected  # entries of a row in attend's selections
         self.generator = torch.Generator().manual_seed(0)
         self.batch = Batch.build(start, rows, num_rows=sum(rows) + padding, device=device)
         self.rows, self.requests = self.batch.num_rows, self.batch.num_requests
@@ -472,8 +474,8 @@ def _window(s: Scene, record: str) -> dict:
 def _(s: Scene) -> dict:
     return _attend(s, 3) | {
         **s.pages("main_pages", "MainFp4"),
-        "selection_slots": s.slots(s.rows, K),
-        "selection_lengths": torch.full_like(s.new(s.rows), K),
+        "selection_slots": s.slots(s.rows, s.selected),
+        "selection_lengths": torch.full_like(s.new(s.rows), s.selected),
         **_window(s, "WindowFp8"),
     }
 

@@ -24,6 +24,9 @@ BARRIERS = 256  # of a block, at most
 REFUSALS = ("Device not supported", "not supported on", "Unable to find", "LibraryNotLoaded")
 OPS = ("compress*", "attend*", "index_scores*", "index_select*", "[!cai]*")  # of a process
 SEVENTY = {"start": tuple(range(70)), "rows": (1,) * 70, "pages": 9}  # more rows than half the SMs
+THIRTY_FOUR = {"start": tuple(range(34)), "rows": (1,) * 34, "pages": 9}
+SIXTY = {"start": tuple(range(60)), "rows": (1,) * 60, "pages": 9}
+LONG = {"heads": 64, "selected": 330}  # more tiles than places for them in shared memory
 ONLY_ROW = {"start": (1000,), "rows": (1,), "padding": 0, "pages": 126}
 FEW_ROWS = {"start": (700, 3, 260, 90), "rows": (1,) * 4, "pages": 90}  # that share no keys
 SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
@@ -46,6 +49,8 @@ SCENES = (  # arguments of op_calls.Scene, and the calls that they are for
     (SEVENTY | {"heads": 32}, "attend-*"),
     (SEVENTY | {"heads": 64}, "attend-*"),
     (SEVENTY | {"heads": 80}, "attend-*"),
+    (THIRTY_FOUR | LONG, "attend-selection"),
+    (SIXTY | LONG, "attend-selection"),
 )
 
 

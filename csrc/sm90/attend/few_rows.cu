@@ -375,7 +375,8 @@ struct KernelOf<16> {
 template <>
 struct KernelOf<32> : TwoTiles<two_tiles::Narrow<32>> {};
 template <>
-struct KernelOf<64> : TwoTiles<two_tiles::Wide> {};
+struct KernelOf<64> : TwoTiles<two_tiles::Wide<0>> {};
+struct Pair : TwoTiles<two_tiles::Wide<2>> {};  // of two CTAs, which is known where it is built
 struct Once : TwoTiles<two_tiles::Once> {
     static bool takes(const Plan& plan, int32_t tiles) {
         return plan.pieces <= kMostPieces && tiles <= 2 * plan.pieces;
@@ -469,6 +470,7 @@ cudaError_t attend_few_rows(const AttendParams& p, int num_sms, cudaStream_t str
     if (best.heads == 32 && Once::takes(plan, tiles))
         return launch_few_rows<32, Once>(p, plan, tiles, stream);
     if (best.heads == 32) return launch_few_rows<32>(p, plan, tiles, stream);
+    if (plan.pieces == 2) return launch_few_rows<64, Pair>(p, plan, tiles, stream);
     return launch_few_rows<64>(p, plan, tiles, stream);
 }
 

@@ -80,6 +80,15 @@ struct Query {
     __device__ __forceinline__ void load(const AttendParams& p, int32_t row, int32_t first_head) {
         const int32_t head = first_head + threadIdx.x / kUnits;
         const uint16_t* from = p.q.at(row, head) + threadIdx.x % kUnits * kGroupDims;
+        if (kHeads == 64 && first_head + kHeads <= p.heads) {  // few instructions: all warps wait
+            const int64_t step = kEach * p.q.head_stride;
+#pragma unroll
+            for (int i = 0; i < kHeads / kEach; ++i) {
+                units[i] = __ldg(reinterpret_cast<const uint4*>(from));
+                from = fresh(from + step);
+            }
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < kHeads / kEach; ++i) {
             units[i] = make_uint4(0, 0, 0, 0);

@@ -36,17 +36,18 @@ __device__ __forceinline__ uint32_t derotate_pair(uint32_t x, const float* cos_s
     return pack_bf16(a, b);
 }
 
-// Stores 8 BF16 dims, in natural order, of group `group` (0 .. 63) of a head. cos_sin: null where
-// nothing is turned back, also where that is known of all groups of the call at compile time.
+// Turns group `group` (0 .. 63) of a head back: 8 BF16 dims, in natural order.
+__device__ __forceinline__ uint4 derotate_group(uint4 x, const float* cos_sin, int group) {
+    const int pair = (group - kFirstRotated) * kGroupDims / 2;
+    return make_uint4(derotate_pair(x.x, cos_sin, pair), derotate_pair(x.y, cos_sin, pair + 1),
+                      derotate_pair(x.z, cos_sin, pair + 2), derotate_pair(x.w, cos_sin, pair + 3));
+}
+
+// Stores a group. cos_sin: null where nothing is turned back, also where that is known of all
+// groups of the call at compile time.
 __device__ __forceinline__ void store_group(uint16_t* head, int group, uint4 x,
                                             const float* cos_sin) {
-    if (cos_sin != nullptr && group >= kFirstRotated) {
-        const int pair = (group - kFirstRotated) * kGroupDims / 2;
-        x.x = derotate_pair(x.x, cos_sin, pair);
-        x.y = derotate_pair(x.y, cos_sin, pair + 1);
-        x.z = derotate_pair(x.z, cos_sin, pair + 2);
-        x.w = derotate_pair(x.w, cos_sin, pair + 3);
-    }
+    if (cos_sin != nullptr && group >= kFirstRotated) x = derotate_group(x, cos_sin, group);
     *reinterpret_cast<uint4*>(head + group * kGroupDims) = x;
 }
 

@@ -65,7 +65,9 @@ struct Shared<64> {
     cutlass::arch::ClusterTransactionBarrier arrived[2];  // even tiles after the first, odd tiles
     cutlass::arch::ClusterTransactionBarrier levels_there, received[kGroups];
     cutlass::arch::ClusterBarrier added;
-    cutlass::arch::ClusterBarrier held;  // half of the query, in registers
+    cutlass::arch::ClusterBarrier held;                 // half of the query, in registers
+    cutlass::arch::ClusterBarrier weights_there, made;  // of a tile; the next tile
+    uint8_t raised[4];  // whether earlier tiles shrink: of 16 heads each
     cutlass::arch::ClusterBarrier weights_known;
 
     __device__ uint8_t* inbox() { return kv[1][0][0]; }

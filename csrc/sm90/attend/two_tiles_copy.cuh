@@ -11,10 +11,11 @@
 
 namespace flash_csa::sm90::few_rows::two_tiles {
 
-// A CTA's part of a row.
-template <int kHeads, class SharedMemory>
+// A CTA's part of a row. kPieces: CTAs of a row, where that is known at compile time; or 0.
+template <int kHeads, class SharedMemory, int kPieces = 0>
 struct Part {
     using Shared = SharedMemory;
+    static constexpr int kKnownPieces = kPieces;
 
     const AttendParams& p;
     const Plan& plan;
@@ -37,7 +38,16 @@ struct Part {
           piece(piece),
           end(plan.run + (piece < plan.longer)) {}
 
-    __device__ int32_t in_row(int32_t tile) const { return piece + tile * plan.pieces; }
+    __device__ int pieces() const { return kPieces > 0 ? kPieces : plan.pieces; }
+    __device__ void by_pieces(int& quotient, int& rest, int x) const {
+        if constexpr (kPieces > 0) {
+            quotient = static_cast<int>(static_cast<unsigned>(x) / kPieces);
+            rest = x - quotient * kPieces;
+        } else {
+            plan.by_pieces(quotient, rest, x);
+        }
+    }
+    __device__ int32_t in_row(int32_t tile) const { return piece + tile * pieces(); }
     __device__ bool in_window(int32_t tile) const { return in_row(tile) < plan.window_tiles; }
     // Of its list: where a tile begins.
     __device__ int32_t first_entry(int32_t tile) const {
@@ -131,6 +141,28 @@ struct Part {
         }
     }
 
+    // A warp asks for the lengths and the position of its row with the slots of its units, as the
+    // query holds up what is asked for behind it: lanes from 8 on, whose slots others have as well.
+    static constexpr int kWindowLane = 8, kMainLane = 9, kPositionLane = 10;
+    __device__ __forceinline__ const int32_t* with_lengths(const int32_t* slot) const {
+        if (lane < kWindowLane || lane > kPositionLane) return slot;
+        const int32_t* at = lane == kWindowLane ? p.window.lengths : p.main.lengths;
+        if (lane == kPositionLane) at = p.derotate_positions;
+        return at != nullptr ? at + row : nullptr;  // loads -1: no record is within that
+    }
+    // Of what was loaded: the slot of the thread's unit.
+    __device__ __forceinline__ int32_t take_lengths(int32_t loaded) {
+        window_length = __shfl_sync(~0u, loaded, kWindowLane);
+        main_length = __shfl_sync(~0u, loaded, kMainLane);
+        if (p.derotate_positions != nullptr) {
+            const int32_t position = __shfl_sync(~0u, loaded, kPositionLane);
+            if (p.derotate.holds(position))
+                cos_sin = p.derotate.at(position);
+            else  // a padded row
+                window_length = main_length = 0;
+        }
+        return __shfl_sync(~0u, loaded, lane % 8);
+    }
     __device__ __forceinline__ void load_lengths() {
         if (p.window.lengths != nullptr) window_length = p.window.lengths[row];
         if (p.main.lengths != nullptr) main_length = p.main.lengths[row];

@@ -54,14 +54,15 @@ struct NarrowOutput : Sharing<kHeads, Rows> {
         // BF16, eight dims of a head behind each other, and from there to memory.
         uint8_t* const rounded = shared.kv[0][0][0] + warp * Base::kUnits * kRoundedBytes;
         uint8_t* to = rounded;
-        const int first = this->share(*this, [&](int j) {
+        const auto put = [&](int j, const uint8_t*) {
             round(j, to);
             to += kRoundedBytes;
-        });
+        };
+        const int first = this->share(*this, put, [](int, const uint8_t*) {});
         __syncwarp();
         const uint8_t* eight_dims = rounded + lane * sizeof(uint4);
 #pragma unroll 1
-        for (int j = first; j < Base::kUnits; j += this->plan.pieces) {
+        for (int j = first; j < Base::kUnits; j += this->pieces()) {
 #pragma unroll
             for (int item = lane; item < kRoundedBytes / int{sizeof(uint4)}; item += 32) {
                 int head, eight;
@@ -78,7 +79,7 @@ struct NarrowOutput : Sharing<kHeads, Rows> {
 
     // Outputs are sent as they weigh in the row.
     __device__ void know_weights() const {}
-    __device__ void weigh_own(int) const {}
+    __device__ void weigh_own() const {}
     struct Plus {
         __device__ void operator()(int, float& x, float other) const { x += other; }
     };

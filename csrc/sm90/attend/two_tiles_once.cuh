@@ -48,12 +48,13 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
 
     // What is known before the previous kernel has ended is found before.
     __device__ __forceinline__ void ask(Loaded& loaded) const {
-        prefetch();
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
             loaded.slots[t] = slot_of_unit(t);
             loaded.early_slots[t] = early_slot(t, loaded.slots[t]);
         }
+        prefetch();
+        loaded.slots[0] = with_lengths(loaded.slots[0]);
     }
     __device__ __forceinline__ void start(Loaded& loaded) {
 #pragma unroll
@@ -64,7 +65,7 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
         for (int t = 0; t < kTiles; ++t) slot[t] = load_slot(loaded.slots[t]);
         load_sink();
         loaded.query.load(p, row, first_head);  // while slots are on their way
-        load_lengths();
+        slot[0] = take_lengths(slot[0]);
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) load_units(t, slot[t], loaded.units[t]);
     }

@@ -31,14 +31,14 @@ struct Sharing : Rows {
     // Before the peers hear of this CTA.
     __device__ void expect() {
         shared.levels_there.init(1);
-        shared.levels_there.arrive_and_expect_tx(plan.pieces * sizeof shared.levels[0]);
+        shared.levels_there.arrive_and_expect_tx(this->pieces() * sizeof shared.levels[0]);
         int before = 0;  // of this CTA's units
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
             int units, rest;
-            plan.by_pieces(units, rest, (g + 1) * kUnits * 4 + plan.pieces - 1 - piece);
+            this->by_pieces(units, rest, (g + 1) * kUnits * 4 + this->pieces() - 1 - piece);
             shared.received[g].init(1);
-            shared.received[g].arrive_and_expect_tx((units - before) * (plan.pieces - 1) *
+            shared.received[g].arrive_and_expect_tx((units - before) * (this->pieces() - 1) *
                                                     kSentBytes);
             before = units;
         }
@@ -49,7 +49,7 @@ struct Sharing : Rows {
         const uint32_t level = __float_as_uint(max + __log2f(sum));
         const uint32_t at = cute::cast_smem_ptr_to_uint(&shared.levels[piece][head]);
         const uint32_t there = cute::cast_smem_ptr_to_uint(&shared.levels_there);
-        for (; to < plan.pieces; to += step) cute::store_shared_remote(level, at, there, to);
+        for (; to < this->pieces(); to += step) cute::store_shared_remote(level, at, there, to);
     }
 
     // What all CTAs have told of a head; kLanes neighbours have the head, each of some CTAs.
@@ -69,7 +69,7 @@ struct Sharing : Rows {
 #pragma unroll
         for (int i = 0; i < levels.kEach; ++i) {
             const int from = lane % kLanes + i * kLanes;
-            weights[i] = from < plan.pieces ? shared.levels[from][head] : -INFINITY;
+            weights[i] = from < this->pieces() ? shared.levels[from][head] : -INFINITY;
             top = fmaxf(top, weights[i]);
         }
 #pragma unroll
@@ -105,7 +105,7 @@ struct Sharing : Rows {
 #pragma unroll
         for (int i = 0; i < levels.kEach; ++i) {
             const int from = lane % kLanes + i * kLanes;
-            if (from < plan.pieces)
+            if (from < this->pieces())
                 shared.levels[from][head] =
                     levels.empty ? 0.f : __fdividef(levels.weights[i], levels.all);
         }
@@ -143,18 +143,37 @@ struct Sharing : Rows {
                                              words[2][i], 0x4210)));
     }
 
+    // The end of `share` where a row has two CTAs, without a branch between a warp's units: they
+    // wait for shared memory at the same time. from: of the warp's units in the inbox.
+    template <int kPiece, class Out, class Put, class Take>
+    __device__ __forceinline__ void complete_all(Out& out, uint8_t* from, const Put& put,
+                                                 const Take& take) {
+        const auto place = [&](int j, int piece) {
+            return from + (j - kPiece + piece) * kSentBytes;
+        };
+#pragma unroll
+        for (int j = kPiece; j < kUnits; j += 2)
+            add(out, j, 1 - kPiece, reinterpret_cast<const uint4*>(place(j, 1 - kPiece)) + lane);
+#pragma unroll
+        for (int j = kPiece; j < kUnits; j += 2) put(j, place(j, kPiece));
+        __syncwarp();
+#pragma unroll
+        for (int j = kPiece; j < kUnits; j += 2) take(j, place(j, kPiece));
+    }
+
     // Adds up the outputs of all CTAs. Out has the thread's values of unit j as values(j, 0..3). Of
     // the warp's units those from the returned one on, `pieces` apart, are this CTA's; each is
-    // handed to `complete` when it is.
-    template <class Out, class Complete>
-    __device__ __forceinline__ int share(Out& out, const Complete& complete) {
-        const int pieces = plan.pieces;
+    // handed to `put` when it is, with a place of kSentBytes that is the warp's, and when all lanes
+    // have been there to `take`.
+    template <class Out, class Put, class Take>
+    __device__ __forceinline__ int share(Out& out, const Put& put, const Take& take) {
+        const int pieces = this->pieces();
         int at, first;  // of the warp's first unit: its place in the owner's inbox, its owner
-        plan.by_pieces(at, first, warp * kUnits);
-        const uint8_t* const inbox = shared.inbox();
+        this->by_pieces(at, first, warp * kUnits);
+        uint8_t* const inbox = shared.inbox();
+        const int group = warp / 4;
         int owner = first, place = at * pieces + piece;
         // One warpgroup after the other: what the first has received is added while others send.
-        const int group = warp / 4;
         if (group > 0) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, kTurn + group);
 #pragma unroll
         for (int j = 0; j < kUnits; ++j) {
@@ -171,22 +190,32 @@ struct Sharing : Rows {
         }
         if (group + 1 < kGroups)
             cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kTurn + group + 1);
-        shared.received[group].wait(0);
         out.know_weights();
+        out.weigh_own();  // while others send: also what was sent, which is simpler
+        shared.received[group].wait(0);
+        if constexpr (Rows::kKnownPieces == 2) {
+            uint8_t* from = inbox + warp * kUnits * kSentBytes;
+            if (piece == 0)
+                complete_all<0>(out, from, put, take);
+            else
+                complete_all<1>(out, from, put, take);
+            return piece;
+        }
         const int first_mine = piece - first + (piece < first ? pieces : 0);
-        const uint8_t* from = inbox + (at + (piece < first)) * pieces * kSentBytes;
+        uint8_t* from = inbox + (at + (piece < first)) * pieces * kSentBytes;
         int mine = first_mine;
 #pragma unroll
         for (int j = 0; j < kUnits; ++j) {
             if (j != mine) continue;
-            out.weigh_own(j);
 #pragma unroll 1
             for (int i = 0; i < pieces - 1; ++i) {
                 const int other = i + (i >= piece);
                 add(out, j, other,
                     reinterpret_cast<const uint4*>(from + other * kSentBytes) + lane);
             }
-            complete(j);
+            put(j, from + piece * kSentBytes);
+            __syncwarp();
+            take(j, from + piece * kSentBytes);
             mine += pieces, from += pieces * kSentBytes;
         }
         return first_mine;

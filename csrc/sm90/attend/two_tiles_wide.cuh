@@ -16,7 +16,14 @@
 
 namespace flash_csa::sm90::few_rows::two_tiles {
 
-struct Wide : Sharing<64, Part<64, Shared<64>>> {
+template <int kPieces>
+struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
+    using Shared = few_rows::two_tiles::Shared<64>;
+    using Base = Sharing<64, Part<64, Shared, kPieces>>;
+    using Base::cos_sin, Base::end, Base::first_head, Base::group, Base::in_row, Base::lane,
+        Base::load_slot, Base::main_length, Base::p, Base::piece, Base::plan, Base::row,
+        Base::shared, Base::tell, Base::warp;
+    using typename Base::Units;
     static constexpr int kHeads = 64;
     // Of a thread, while the first warpgroup multiplies.
     static constexpr int kRegisters = 65536 / kThreads, kMultiplierRegisters = 200,
@@ -25,7 +32,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     static constexpr float kLeastScale = 1e-30f;
     static constexpr int kUnitDims = 32;  // of a unit of the output
     // A named barrier behind those of `share`: the last tile is added by half of the warpgroups.
-    static constexpr int kHalfAdded = kTurn + kGroups;
+    static constexpr int kHalfAdded = Base::kTurn + kGroups, kWeighed = kHalfAdded + 1;
     static constexpr int kMakers = kWarps - 4;  // warps that do
     // The last of them start copies, as they have fewer units.
     static constexpr int kCopiers = Shared::kCopiers, kFirstCopier = kWarps - kCopiers;
@@ -51,11 +58,13 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, keep[2];
     int32_t next_slot;  // of the copiers' lanes: of the tile that is copied next
 
-    using Sharing::Sharing;
+    using Base::Base;
 
     __device__ void init() const {
         for (auto& barrier : shared.arrived) barrier.init(kCopiers);
         shared.held.init(kWarpgroup);
+        shared.weights_there.init(kWarpgroup);
+        shared.made.init(kMakers * 32);
         shared.weights_known.init(kWarpgroup);
         shared.added.init(kThreads);
     }
@@ -112,22 +121,23 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 
     // What is known before the previous kernel has ended is found before.
     __device__ __forceinline__ void ask(Loaded& loaded) const {
-        prefetch();
-        loaded.slot = slot_of_unit(0);
-        loaded.early_slot = early_slot(0, loaded.slot);
+        loaded.slot = this->slot_of_unit(0);
+        loaded.early_slot = this->early_slot(0, loaded.slot);
+        this->prefetch();
+        loaded.slot = this->with_lengths(loaded.slot);
     }
     __device__ __forceinline__ void start(Loaded& loaded) {
         const int32_t* slots[] = {loaded.slot, nullptr, nullptr};
         if (copies()) slots[1] = slot_of(1), slots[2] = slot_of(2);
-        prefetch_window_unit(loaded.early_slot);
+        this->prefetch_window_unit(loaded.early_slot);
         wait_for_previous();
         const int32_t first_slot = load_slot(slots[0]), second_slot = load_slot(slots[1]);
         next_slot = load_slot(slots[2]);
-        load_sink();
+        this->load_sink();
         loaded.query.load(p, row, first_head);  // while slots are on their way
-        load_lengths();
+        const int32_t slot = this->take_lengths(first_slot);
         if (threadIdx.x == 0) shared.cos_sin = cos_sin;  // there is no register for it
-        load_units(0, first_slot, loaded.units);
+        this->load_units(0, slot, loaded.units);
         if (end > 1 && copies()) start_tile(1, second_slot);
     }
 
@@ -163,6 +173,15 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 
     // ---- Products
 
+    // Where a tile is, in units of descriptors from the first of both places on. Loops have it
+    // ready for what they wait for.
+    static constexpr uint32_t kOtherPlace = sizeof shared.kv[0] >> 4;
+    __device__ uint32_t place_of(int32_t tile) const { return (end - 1 - tile & 1) * kOtherPlace; }
+    static __device__ uint64_t at_place(uint64_t operand, uint32_t place) {
+        const uint32_t low = static_cast<uint32_t>(operand) + place;
+        return (operand >> 32 << 32) | low;
+    }
+
     __device__ int head() const { return 16 * (warp % 4) + lane / 4; }
 
     // The first half of the query, which is not read again for each tile: records come to its
@@ -179,10 +198,10 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         shared.held.arrive();
     }
     // d: of head() and of 8 neighbouring records j, those from 2 (lane % 4) on, as in `out`.
-    __device__ __forceinline__ void start_logits(int32_t tile, const Held& held,
+    __device__ __forceinline__ void start_logits(uint32_t place, const Held& held,
                                                  float (&d)[32]) const {
         const uint64_t q = fresh(k_major(shared.q[kHeldPanels]));
-        const uint64_t kv = fresh(k_major(kv_of(tile)));
+        const uint64_t kv = fresh(at_place(k_major(shared.kv[0]), place));
         cute::warpgroup_arrive();
         // In turns: every other product reads half as much of the shared memory.
 #pragma unroll
@@ -195,9 +214,8 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         cute::warpgroup_commit_batch();
     }
 
-    // Logits into weights; true where those of earlier tiles shrink.
-    __device__ __forceinline__ bool softmax(int32_t tile, float scale, float (&x)[32]) {
-        const uint2 there = *reinterpret_cast<const uint2*>(shared.present[tile & 3]);
+    // Logits into weights; true where those of earlier tiles shrink, for a warp.
+    __device__ __forceinline__ bool softmax(uint2 there, float scale, float (&x)[32]) {
         if ((there.x & there.y) != ~0u) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
@@ -246,7 +264,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 
     // Of four 8 x 8 blocks (head, record) a lane addresses row lane % 8 of block lane / 8: heads
     // from 0 or 8 on, then the same of the next 8 records.
-    __device__ __forceinline__ void store_weights(const float (&x)[32]) const {
+    __device__ __forceinline__ void store_weights(const float (&x)[32], bool raised) const {
         const int lane = fresh(this->lane);
         const int at = panel_offset(16 * warp + lane % 16, lane / 16);
 #pragma unroll
@@ -255,7 +273,8 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
                 pack_bf16(x[8 * k], x[8 * k + 1]), pack_bf16(x[8 * k + 2], x[8 * k + 3]),
                 pack_bf16(x[8 * k + 4], x[8 * k + 5]), pack_bf16(x[8 * k + 6], x[8 * k + 7]),
                 *reinterpret_cast<cute::uint128_t*>(shared.p[0] + (at ^ 32 * k)));
-        if (lane % 4 != 0) return;
+        if (lane == 0) shared.raised[warp] = raised;
+        if (!raised || lane % 4 != 0) return;
         const int first = 16 * warp + lane / 4;
         shared.keep[first] = keep[0];
         shared.keep[first + 8] = keep[1];
@@ -267,11 +286,9 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         for (int i = 0; i < 64; ++i) out[i] *= factor[i / 2 % 2];
     }
 
-    __device__ __forceinline__ void start_values(int32_t tile) {
-        // In a cluster the upper bits of an address name the CTA, and not how far panels are apart.
+    __device__ __forceinline__ void start_values(int32_t tile, uint32_t place) {
         const uint64_t kv =
-            (mn_major(kv_of(tile)[kGroupPanels * group], 0) & ~uint64_t{0xffffc000}) |
-            uint64_t{kPanelBytes >> 4} << 16;
+            at_place(mn_major(shared.kv[0][kGroupPanels * group], kPanelBytes), place);
         const uint64_t weights = k_major(shared.p);
         fence_registers(out);
         cute::warpgroup_arrive();
@@ -300,15 +317,19 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     __device__ __forceinline__ void make_first(Loaded& loaded) {
         if (p.softmax_scale < 0.f) loaded.query.negate();
         loaded.query.store(shared);
-        store_sink();
-        write_units(0, loaded.units, kv_of(0));
+        this->store_sink();
+        this->write_units(0, loaded.units, kv_of(0));
         cutlass::arch::fence_view_async_shared();
         __syncthreads();
     }
-    // All have a tile's weights, and the makers have made the next tile.
-    __device__ __forceinline__ void meet(int32_t tile, bool shrinks) {
-        if (__syncthreads_or(shrinks) && tile > 0) rescale(shared.keep);
-        if (tile + 1 == end) cluster_arrive_relaxed();  // what peers send may come
+    // A tile's weights are there.
+    __device__ __forceinline__ void wait_for_weights(int32_t tile) {
+        shared.weights_there.wait(tile & 1);
+        if (tile > 0 && shared.raised[warp % 4]) rescale(shared.keep);
+    }
+    // The makers have made the next tile, and read its records.
+    __device__ __forceinline__ void wait_for_next(int32_t tile) const {
+        shared.made.wait(tile & 1);
     }
     // The first warpgroup: values of a tile, logits and weights of the next.
     __device__ __forceinline__ void multiply() {
@@ -318,26 +339,33 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         hold(held);
         float x[32];
         fence_registers(x);
-        start_logits(0, held, x);
+        uint32_t place = place_of(0);
+        start_logits(place, held, x);
 #pragma unroll 1
         for (int32_t tile = 0;; ++tile) {
             const bool last = tile + 1 == end;
+            const uint2 there = *reinterpret_cast<const uint2*>(shared.present[tile & 3]);
             cute::warpgroup_wait<0>();
             fence_registers(x);
-            const bool shrinks = softmax(tile, scale, x);
+            const bool raised = softmax(there, scale, x);
             wait_for_values(tile - 1);  // which read the weights before
-            store_weights(x);
+            store_weights(x, raised);
             cutlass::arch::fence_view_async_shared();
             if (last) tell_all();  // behind the fence, which would wait
-            meet(tile, shrinks);
+            shared.weights_there.arrive();
+            cutlass::arch::NamedBarrier::sync(kWarpgroup, kWeighed);
+            if (raised && tile > 0) rescale(shared.keep);
             if (last) break;
             fence_registers(x);
-            start_values(tile);
-            start_logits(tile + 1, held, x);
+            start_values(tile, place);
+            place ^= kOtherPlace;
+            wait_for_next(tile);
+            start_logits(place, held, x);
             cute::warpgroup_wait<1>();
             fence_registers(out);
             shared.added.arrive();
         }
+        cluster_arrive_relaxed();  // what peers send may come
         add_last();
         cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
     }
@@ -350,16 +378,22 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             start_next(2);
         }
         Made made;
+        uint32_t place = place_of(0);
         if (end > 1) {
             read(1, made);
             write(1, made);
             cutlass::arch::fence_view_async_shared();
+            shared.made.arrive();
         }
 #pragma unroll 1
         for (int32_t tile = 0; tile + 1 < end; ++tile) {
-            meet(tile, false);
-            start_values(tile);
-            start_next(tile + 3);  // where the next tile's were
+            wait_for_weights(tile);
+            start_values(tile, place);
+            place ^= kOtherPlace;
+            if (copies()) {
+                wait_for_next(tile);  // whose records were in the same place
+                start_next(tile + 3);
+            }
             cute::warpgroup_wait<0>();
             fence_registers(out);
             shared.added.arrive();
@@ -368,8 +402,10 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
             wait_for_values(tile);  // they were in the same place
             write(tile + 2, made);
             cutlass::arch::fence_view_async_shared();
+            shared.made.arrive();
         }
-        meet(end - 1, false);
+        wait_for_weights(end - 1);
+        cluster_arrive_relaxed();  // what peers send may come
         if (group == 1)
             add_last();
         else
@@ -379,7 +415,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
 
     // The last tile, by the first two warpgroups, which can so send while the others add it.
     __device__ __forceinline__ void add_last() {
-        start_values(end - 1);
+        start_values(end - 1, 0);
         cute::warpgroup_wait<0>();
         fence_registers(out);
         cutlass::arch::NamedBarrier::arrive(kThreads, kHalfAdded);
@@ -387,18 +423,18 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     __device__ __forceinline__ void add_last_later() {
         cutlass::arch::NamedBarrier::sync(kThreads, kHalfAdded);
         if (group == 2) {
-            start_values(end - 1);
+            start_values(end - 1, 0);
             cute::warpgroup_wait<0>();
         } else {
-            start_values(end - 1);
-            find_weights<2>(threadIdx.x % kWarpgroup / 2);
+            start_values(end - 1, 0);
+            this->template find_weights<2>(threadIdx.x % kWarpgroup / 2);
             shared.weights_known.arrive();
             cute::warpgroup_wait<0>();
         }
         fence_registers(out);
     }
     __device__ __forceinline__ void start_next(int32_t tile) {
-        if (tile >= end || !copies()) return;
+        if (tile >= end) return;
         start_tile(tile, next_slot);
         next_slot = load_slot(slot_of(tile + 1));
     }
@@ -417,43 +453,60 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
         cluster_wait();
         rescale(shared.whole);
         const int first = first_head + head();
-        uint16_t* const to[2] = {p.out_bf16.at(row, first), p.out_bf16.at(row, first + 8)};
         const bool there[2] = {first < p.heads, first + 8 < p.heads};
+        // Found before outputs are there, as is what follows: of the lane's dims of the first unit.
+        const int lane = fresh_lane(this->lane), eight = (group * Base::kUnits) * 4 + lane % 4;
+        uint16_t* to[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            to[i] = fresh(p.out_bf16.at(row, first + 8 * i) + eight * kGroupDims);
+            __builtin_assume(__isGlobal(to[i]));
+        }
+        const Trade trade(lane);
         // Known where it matters: the code is fetched for one use.
-        constexpr int kFirstTurned = Sharing::kUnits - kRopeDims / kUnitDims;
+        constexpr int kFirstTurned = Base::kUnits - kRopeDims / kUnitDims;
         const float* turned = group == kGroups - 1 ? shared.cos_sin : nullptr;
-        share(*this, [&](int unit) {
-            const int eight = (group * Sharing::kUnits + unit) * 4 + lane % 4;
+        const auto put = [&](int unit, uint8_t* place) { trade.put(*this, unit, place); };
+        const auto take = [&](int unit, const uint8_t* place) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const uint4 dims = natural_order(eight_dims(unit, i));
-                if (there[i])
-                    store_group(to[i], eight, dims, unit < kFirstTurned ? nullptr : turned);
+                if (!there[i]) continue;
+                uint4 x = natural_order(trade.take(place, i));
+                if (unit >= kFirstTurned && turned != nullptr)
+                    x = derotate_group(x, turned, eight + unit * 4);
+                *reinterpret_cast<uint4*>(to[i] + unit * kUnitDims) = x;
             }
-        });
+        };
+        this->share(*this, put, take);
     }
-    // Of a head's four vectors lane t of a quad has dims t and t + 4 each: they trade, so that it
-    // has all of vector t.
-    __device__ __forceinline__ uint4 eight_dims(int unit, int second) {
-        uint32_t w[4];
-#pragma unroll
-        for (int v = 0; v < 4; ++v) {
-            const float* x = values(unit, v) + 2 * second;
-            w[v] = pack_bf16(x[0], x[1]);
+    // Of a head's four vectors lane t of a quad has dims t and t + 4 each: lanes trade, so that it
+    // has all of vector t. In [head][vector] of BF16, of which a row of two heads has each vector
+    // in another group of banks.
+    struct Trade {
+        int from, to;  // of the first two vectors; of the first head
+
+        static __device__ int at(int head, int vector) {
+            return head * kRowBytes + (vector ^ head / 2 % 4) * int{sizeof(uint4)};
         }
+        static constexpr int kRowBytes = kUnitDims * 2;
+        // Of four matrices lane l addresses row l % 8 of matrix l / 8: heads from 0 or 8 on of a
+        // vector, then of the next.
+        explicit __device__ Trade(int lane)
+            : from(fresh(at(lane % 16, lane / 16))), to(fresh(at(lane / 4, lane % 4))) {}
+        __device__ __forceinline__ void put(Wide& wide, int unit, uint8_t* place) const {
 #pragma unroll
-        for (int h = 1; h < 4; h *= 2) {
-            const bool upper = (lane & h) != 0;
-#pragma unroll
-            for (int v = 0; v < 4; ++v) {
-                if (v & h) continue;
-                const uint32_t other = __shfl_xor_sync(~0u, upper ? w[v] : w[v + h], h);
-                w[v] = upper ? other : w[v];
-                w[v + h] = upper ? w[v + h] : other;
+            for (int v = 0; v < 4; v += 2) {
+                const float *x = wide.values(unit, v), *y = wide.values(unit, v + 1);
+                cute::SM90_U32x4_STSM_N::copy(
+                    pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(y[0], y[1]),
+                    pack_bf16(y[2], y[3]),
+                    *reinterpret_cast<cute::uint128_t*>(place + (from ^ v * int{sizeof(uint4)})));
             }
         }
-        return make_uint4(w[0], w[1], w[2], w[3]);
-    }
+        __device__ __forceinline__ uint4 take(const uint8_t* place, int second) const {
+            return *reinterpret_cast<const uint4*>(place + to + 8 * kRowBytes * second);
+        }
+    };
 
     __device__ __forceinline__ void know_weights() const { shared.weights_known.wait(0); }
     struct Plus {
@@ -466,10 +519,11 @@ struct Wide : Sharing<64, Part<64, Shared<64>>> {
     __device__ __forceinline__ Plus plus(int from) const {
         return {{shared.levels[from][head()], shared.levels[from][head() + 8]}};
     }
-    __device__ __forceinline__ void weigh_own(int unit) {
+    __device__ __forceinline__ void weigh_own() {
         const Plus own = plus(piece);
 #pragma unroll
-        for (int i = 0; i < 16; ++i) values(unit, 0)[i] *= own.weight[i / 2 % 2];
+        for (int i = 0; i < 64; ++i) out[i] *= own.weight[i / 2 % 2];
+        fence_registers(out);  // not behind what follows
     }
 
     // Unit i: 16 heads and 32 dims, of which a vector has eight.
