@@ -97,6 +97,9 @@ def test_window_pages_of_decode_and_of_long_chunks():
     assert report.window_ideal == 2 * page
     assert report.window_steady == 3 * page  # 128 tokens may touch three pages of 64
     assert report.window_allocated == 66 * page  # 127 + 4096 tokens
+    odd = CacheSpec(window_page_size=63).layout(V41, max_tokens=M, max_rows=4096)
+    size = 40 * odd.spec.window_page_size * 528
+    assert accounting.cache_bytes(odd, [M]).window_steady == 4 * size  # 1 + 63 + 63 + 1 tokens
 
 
 def test_v4_tails():
@@ -167,6 +170,10 @@ def test_attend():
     assert cost.bytes["queries"] == 256 * 64 * 1024
     assert cost.bytes["outputs"] == 256 * 64 * (1024 + 4)
     assert cost.flops == 256 * 640 * 64 * 4 * 512
+    assert cost.bytes["tables"] == 64 * 4  # sinks
+    turned = accounting.attend(rows=256, heads=64, main_records=256 * 512, window_records=256 * 128)
+    assert turned.bytes["tables"] == 64 * 4 + 256 * (64 * 4 + 4)  # angles and a position
+    assert turned.flops == cost.flops + 256 * 64 * 32 * 6  # a pair: four products, two sums
     shared = accounting.attend(
         rows=2, heads=8, main_records=8, window_records=4, unique_main=5, unique_window=3
     )
@@ -197,7 +204,9 @@ def test_index():
     assert chunk.bytes["outputs"] == 4 * (2 * 512 + 1 + 2048 + 1) * 4
     assert chunk.flops == 4000 * 32 * 256
     two_ops = accounting.index_scores(rows=4, heads=32, entries=4000, unique_entries=1003)
-    two_ops += accounting.select(rows=4, entries=4000, k=512, pool_blocks=2048)
+    chosen = accounting.select(rows=4, entries=4000, k=512, pool_blocks=2048)
+    assert chosen.bytes["lists"] == 4 * 2 * 4  # positions and requests
+    two_ops += chosen
     assert two_ops.nbytes == chunk.nbytes + 2 * 4000 * 4
 
 
@@ -264,6 +273,13 @@ def test_a_chunk_is_the_sum_of_its_rows():
         assert cost.flops == sum(row[stage].flops for row in rows)
         assert cost.nbytes <= sum(row[stage].nbytes for row in rows)
     assert chunk["compress_index"].bytes["index keys"] == 21 * 2 * 68  # entries 75 and 76 close
+    csa, hca = ({layer.ratio: layer for layer in V4.layers}[ratio] for ratio in (4, 128))
+    writes = [accounting.layer_costs(V4, spec, layer, [120], [9]) for layer in (csa, hca)]
+    assert [set(costs) - {"rope_store", "attend"} for costs in writes] == [
+        {"compress", "compress_index", "quantize_query", "index_select"},
+        {"compress"},
+    ]
+    assert not any("index keys" in costs["compress"].bytes for costs in writes)
     batch = accounting.step_costs(V4, spec, [300, 300], [9, 9])
     assert batch["attend"].bytes["window"] == 2 * chunk["attend"].bytes["window"]
     idle = accounting.step_costs(V4, spec, [300, 5], [9, 0])
