@@ -65,6 +65,20 @@ def test_a_decode_step_by_hand():
     assert report(V41, SPEC, Shape(context=131_071))["page_waste_nbytes"] > 0
 
 
+def test_a_chunk_touches_the_window_before_it_and_itself():
+    pages = report(V41, SPEC, Shape(context=4096, rows=512))["unique_pages"]
+    assert pages["window"] == 40 * 10  # tokens 3457 to 4095, pages 54 to 63
+
+
+def test_layers_that_read_everything_waste_no_sectors():
+    """V4: a selected record brings a sector for its 8 bytes of scales; whole pages do not."""
+    plan = LayerPlan.from_config("v4-flash")
+    result = report(plan, CacheSpec.for_plan(plan), Shape(context=131_072))
+    assert result["sector_waste_nbytes"]["main"] == 21 * 512 * 24
+    contiguous, selected = 1024 // 8, accounting.expected_unique(512, 32_768 // 64)
+    assert result["unique_pages"]["main"] == 20 * contiguous + 21 * selected
+
+
 def test_a_pool_of_a_short_context_is_read_once():
     costs = accounting.step_costs(V41, SPEC, [100], [200])
     assert costs["reindex"].bytes["index keys"] == 4 * 300 * 68
