@@ -150,6 +150,24 @@ def test_one_line_names_the_wrong_argument(name, allocate, device):
             lambda a: {"record": RECORDS["MainFp4"].id},
             "record must be one of IndexFp4, IndexFp8, got MainFp4",
         ),
+        (
+            "attend-selection",
+            lambda a: {"softmax_scale": -1e300},
+            "softmax_scale must be finite in FP32, got -1e+300",
+        ),
+        (
+            "compress-ratio2",
+            lambda a: {"eps": -1e-9},
+            "eps must be finite in FP32 and not negative, got -1e-09",
+        ),
+        (
+            "normalize_pool",
+            lambda a: {
+                "blocks": a["blocks"][:, :0],
+                "pool_out_blocks": a["pool_out_blocks"][:, :0],
+            },
+            "pool_out.blocks columns must be in [1, 1048576], got 0",
+        ),
         *(
             (
                 name,
