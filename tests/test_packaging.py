@@ -162,6 +162,22 @@ def test_a_level_that_is_not_there_is_refused():
         _C.set_cpu_level("sse9")
 
 
+@pytest.mark.case("Flags take effect")
+def test_the_level_of_the_environment():
+    code = "from flash_csa import _C; print(_C.cpu_level())"
+
+    def started(level: str) -> subprocess.CompletedProcess:
+        env = os.environ | {"FLASH_CSA_CPU_LEVEL": level}
+        return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+
+    assert started("baseline").stdout == "baseline\n"
+    best = started("").stdout.strip()
+    assert started(LEVELS[-1]).stdout.strip() == best  # lowers, and never raises
+    assert started("AVX2").stderr.splitlines()[-1] == (
+        f"ValueError: flash_csa: FLASH_CSA_CPU_LEVEL must be one of {', '.join(LEVELS)}, got AVX2"
+    )
+
+
 @pytest.mark.case("Architectures")
 @pytest.mark.skipif(not _C.HAS_CUDA, reason="a build without CUDA kernels")
 def test_machine_code_is_for_hopper(tmp_path):

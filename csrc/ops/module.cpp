@@ -5,7 +5,9 @@
 #include <Python.h>
 
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "core/params.h"
 #include "core/records.h"
@@ -99,6 +101,20 @@ PyObject* py_set_cpu_level(PyObject*, PyObject* args) {
                         cpu::kLevelNames[static_cast<int>(cpu::best_level())], name);
 }
 
+// False, with a Python error set, where FLASH_CSA_CPU_LEVEL names no level.
+bool check_wanted_level() {
+    const char* wanted = std::getenv("FLASH_CSA_CPU_LEVEL");
+    if (wanted == nullptr || *wanted == '\0') return true;
+    std::string names;
+    for (const char* name : cpu::kLevelNames) {
+        if (std::strcmp(wanted, name) == 0) return true;
+        names += (names.empty() ? "" : ", ") + std::string(name);
+    }
+    PyErr_Format(PyExc_ValueError, "flash_csa: FLASH_CSA_CPU_LEVEL must be one of %s, got %s",
+                 names.c_str(), wanted);
+    return false;
+}
+
 PyMethodDef methods[] = {
     {"schedule_size", py_schedule_size, METH_VARARGS, "schedule_size(num_sms, rows) -> words"},
     {"workspace_bytes", py_workspace_bytes, METH_VARARGS,
@@ -115,6 +131,7 @@ int add(PyObject* module, const char* name, PyObject* value) {
 }
 
 int exec_module(PyObject* module) {
+    if (!check_wanted_level()) return -1;
 #ifdef USE_CUDA
     PyObject* const has_cuda = PyBool_FromLong(1);
 #else
