@@ -57,9 +57,9 @@ MUTANTS = (
         "attend",
         "outputs scaled before the factors are there",
         "sm90/attend/few_heads_values.cuh",
-        "finish_head(row(), thread());\n        sync();\n",
-        "finish_head(row(), thread());\n",
-        "the warps that have factors wait for nobody",
+        "            shared.totals_full.wait(runs % 2);\n",
+        "",
+        "the group that adds values has done its part",
         test="tests/test_attend_maxima.py::test_levels_of_many_rows",
     ),
     Mutant(

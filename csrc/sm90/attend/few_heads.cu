@@ -90,9 +90,10 @@ __device__ __forceinline__ void set_registers() {
         cutlass::arch::warpgroup_reg_dealloc<kCount>();
 }
 
-template <int kHeads>
+template <int kHeads, bool kWhole>
 __global__ void __launch_bounds__(kThreads<kHeads>, 1)
-    few_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
+    few_heads_kernel(const __grid_constant__ AttendParams p,
+                     const __grid_constant__ Plan<kWhole> plan) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     auto& shared = *reinterpret_cast<Shared<kHeads>*>(bytes);
     allow_dependents();
@@ -105,9 +106,9 @@ __global__ void __launch_bounds__(kThreads<kHeads>, 1)
     if (group == kGroups<kHeads> - 1) {
         if (warp == 0) prefetch_lists(p, row, lane);
         if (warp == 1) prefetch_query(p, row, lane);
-    } else if (group == kConvertGroups + 1 && plan.splits == 1) {
+    } else if (group == kConvertGroups + 1 && plan.splits == 1 && warp < kTile / 32) {
+        // No more than the first tile: what is asked for holds up the loads behind it.
         prefetch_record(p.window, plan.window, row, 32 * warp + lane);
-        prefetch_record(p.main, plan.main, row, 32 * warp + lane);
     }
     wait_for_previous();
     if (group < kConvertGroups) {
@@ -115,25 +116,32 @@ __global__ void __launch_bounds__(kThreads<kHeads>, 1)
         Converter<kHeads>{shared, group, warp, lane}.work(plan.items);
     } else if (group == kConvertGroups) {
         set_registers<kHeads, Registers<kHeads>::kSoftmax>();
-        Weigher<kHeads>{shared, p.softmax_scale * (kTileFactor * kLog2e), warp, lane}.work(
-            plan.items);
+        Weigher<kHeads, kWhole>{p, shared, p.softmax_scale * (kTileFactor * kLog2e), warp, lane}
+            .work(plan.items);
     } else if (group < kGroups<kHeads> - 1) {
         set_registers<kHeads, Registers<kHeads>::kValues>();
-        Adder<kHeads>{p, plan, shared, group - kConvertGroups - 1, warp, lane}.work();
+        Adder<kHeads, kWhole>{p, plan, shared, group - kConvertGroups - 1, warp, lane}.work();
     } else {
         set_registers<kHeads, Registers<kHeads>::kCopy>();
-        Copier<kHeads>{p, plan, shared, warp, lane}.work();
+        Copier<kHeads, kWhole>{p, plan, shared, warp, lane}.work();
     }
+}
+
+template <int kHeads, bool kWhole>
+cudaError_t launch_plan(const AttendParams& p, int32_t splits, int num_sms, cudaStream_t stream) {
+    static_assert(sizeof(Shared<kHeads>) <= 227 * 1024);
+    const Plan<kWhole> plan(p, splits);
+    return launch_after(few_heads_kernel<kHeads, kWhole>,
+                        blocks_for(plan.items < num_sms ? plan.items : num_sms, 1),
+                        kThreads<kHeads>, sizeof(Shared<kHeads>), stream, p, plan);
 }
 
 template <int kHeads>
 cudaError_t launch_few_heads(const AttendParams& p, int num_sms, cudaStream_t stream) {
-    static_assert(sizeof(Shared<kHeads>) <= 227 * 1024);
     const int32_t splits = splits_of(p, num_sms, sizeof(Partial<kHeads>));
-    const int32_t items = p.rows * splits;
-    const Plan plan{splits, items, Places(p.main.pages), Places(p.window.pages)};
-    return launch_after(few_heads_kernel<kHeads>, blocks_for(items < num_sms ? items : num_sms, 1),
-                        kThreads<kHeads>, sizeof(Shared<kHeads>), stream, p, plan);
+    return splits == 1 && p.contiguous.data == nullptr
+               ? launch_plan<kHeads, true>(p, splits, num_sms, stream)
+               : launch_plan<kHeads, false>(p, splits, num_sms, stream);
 }
 
 }  // namespace few_heads

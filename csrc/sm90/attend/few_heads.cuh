@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cute/arch/copy.hpp>
 #include <cute/arch/copy_sm90.hpp>
+#include <type_traits>
 
 #include "core/list.h"
 #include "core/schedule.h"
@@ -50,7 +51,12 @@ inline constexpr int kSpan = 128;  // dims
 inline constexpr int kSpans = kHeadDim / kSpan / kConvertGroups;  // of a warpgroup
 
 // A slot holds 16 records of MainFp4 or 8 of WindowFp8, for one warp of both converting groups.
-inline constexpr int kSlotBytes = 4608;
+// Where kBankRows is set, what a quarter of a warp copies is a row of the banks: `cp.async` takes a
+// turn of the shared memory for every row and every line of the memory. 8 heads have turns left.
+template <int kHeads>
+inline constexpr bool kBankRows = kHeads != 8;
+template <int kHeads>
+inline constexpr int kSlotBytes = kBankRows<kHeads> ? 4608 : 4672;
 template <int kHeads>
 inline constexpr int kSlots = kHeads == 8    ? 4
                               : kHeads == 16 ? 3
@@ -215,11 +221,10 @@ struct Shared {
     uint8_t q[kQueries][kPanels][kHeads][kPanelRowBytes];  // [panel][head][dim], swizzled
     uint8_t p[kTiles][kHeads][kPanelRowBytes];             // [head][record], swizzled
     float4 logits[kConvertGroups][kFragment<kHeads> / 4][kGroupThreads];  // over half of the dims
-    alignas(128) uint8_t slots[kWarps][kSlots][kSlotBytes];
+    alignas(128) uint8_t slots[kWarps][kSlots][kSlotBytes<kHeads>];
     float reduce[kRecordGroups<kHeads>][kHeads];
     float keep[kTiles][kHeads];  // what older sums are worth where `over` is set
     float max[kHeads], sum[kHeads];
-    float sink[kHeads];
     float factor[kHeads];                       // from sums to outputs
     uint32_t present[kPresentSets][kWarps];     // bit r: the warp's record r is there
     uint32_t over[kTiles];                      // a byte a warp: a logit is far above its base
@@ -248,10 +253,25 @@ struct Turn {
     }
 };
 
-struct Plan {
+struct Cuts {
     int32_t splits;
+};
+struct NoCuts {
+    static constexpr int32_t splits = 1;
+};
+// kWhole: rows are whole and have lists of slots, which makes less code, and no divisions.
+template <bool kWhole>
+struct Plan : std::conditional_t<kWhole, NoCuts, Cuts> {
     int32_t items;  // runs of tiles of all rows
     Places main, window;
+
+    Plan(const AttendParams& p, int32_t of_splits)
+        : items(p.rows * of_splits), main(p.main.pages), window(p.window.pages) {
+        if constexpr (!kWhole) this->splits = of_splits;
+    }
+    __device__ __forceinline__ void know_lists(const AttendParams& p) const {
+        if (kWhole) __builtin_assume(p.contiguous.data == nullptr);
+    }
 };
 
 // The `piece`-th run of a row's tiles.
@@ -259,7 +279,9 @@ struct Run {
     Tiles tiles{};
     int32_t begin = 0, end = 0;
 
-    __device__ __forceinline__ void start(const Tiles& of_row, const Plan& plan, int32_t item) {
+    template <bool kWhole>
+    __device__ __forceinline__ void start(const Tiles& of_row, const Plan<kWhole>& plan,
+                                          int32_t item) {
         tiles = of_row;
         begin = 0;
         end = tiles.count();
@@ -274,14 +296,14 @@ struct Run {
 // ---- Records
 
 // Where chunk c (16 bytes) of record i of a slot lies, how a lane reads its 32 dims of a span, and
-// makes values of 8 of them. What a quarter of a warp copies is a row of the banks: `cp.async`
-// takes a turn of the shared memory for every row and every line of the memory. Scales lie behind
-// the codes.
-template <RecordId kId>
+// makes values of 8 of them. In rows of the banks scales lie behind the codes of all records, and
+// chunks of odd records change places; else records are as they are, odd ones of MainFp4 behind
+// all even ones.
+template <RecordId kId, bool kBankRows>
 struct Reader;
 
-template <>
-struct Reader<RecordId::MainFp4> {
+template <bool kBankRows>
+struct Reader<RecordId::MainFp4, kBankRows> {
     static constexpr Record kRecord = record(RecordId::MainFp4);
     static constexpr int kSlots = 1, kEach = 16;  // records of a slot
     static_assert(kRecord.group == 16, "two in a lane's share of a span");
@@ -293,10 +315,11 @@ struct Reader<RecordId::MainFp4> {
 
     // 64 bytes of records 2 i and 2 i + 1 are read at once: in different banks.
     static __device__ __forceinline__ int chunk(int i, int c) {
-        return kRecord.data_bytes * i + ((c ^ i % 2 * 4) << 4);
+        if (kBankRows) return kRecord.data_bytes * i + ((c ^ i % 2 * 4) << 4);
+        return i / 2 * kRecord.bytes() + i % 2 * (8 * kRecord.bytes() + 64) + 16 * c;
     }
     static __device__ __forceinline__ int scales(int i) {
-        return kEach * kRecord.data_bytes + 32 * i;
+        return kBankRows ? kEach * kRecord.data_bytes + 32 * i : chunk(i, 0) + kRecord.data_bytes;
     }
     static __device__ __forceinline__ Codes read(const uint8_t* slot, int i, int span, int t) {
         return {*reinterpret_cast<const uint4*>(slot + chunk(i, 4 * span + t)),
@@ -314,8 +337,8 @@ struct Reader<RecordId::MainFp4> {
     }
 };
 
-template <>
-struct Reader<RecordId::WindowFp8> {
+template <bool kBankRows>
+struct Reader<RecordId::WindowFp8, kBankRows> {
     static constexpr Record kRecord = record(RecordId::WindowFp8);
     static constexpr int kSlots = 2, kEach = 8;
     static_assert(kRecord.group == 32, "a lane's share of a span");
@@ -327,16 +350,21 @@ struct Reader<RecordId::WindowFp8> {
 
     // Every second 16 bytes of records 2 i and 2 i + 1 are read at once: in different banks.
     static __device__ __forceinline__ int chunk(int i, int c) {
-        return kRecord.data_bytes * i + ((c ^ i % 2) << 4);
+        return kBankRows ? kRecord.data_bytes * i + ((c ^ i % 2) << 4)
+                         : kRecord.bytes() * i + 16 * c;
     }
     static __device__ __forceinline__ int scales(int i) {
-        return kEach * kRecord.data_bytes + 16 * i;
+        return kBankRows ? kEach * kRecord.data_bytes + 16 * i : chunk(i, 0) + kRecord.data_bytes;
+    }
+    static __device__ __forceinline__ uint4 words(const uint8_t* slot, int i, int span, int t,
+                                                  int c) {
+        return *reinterpret_cast<const uint4*>(slot + chunk(i, 8 * span + 2 * t + c));
+    }
+    static __device__ __forceinline__ uint32_t scale(const uint8_t* slot, int i, int span, int t) {
+        return slot[scales(i) + 4 * span + t];
     }
     static __device__ __forceinline__ Codes read(const uint8_t* slot, int i, int span, int t) {
-        const auto words = [=](int c) {
-            return *reinterpret_cast<const uint4*>(slot + chunk(i, 8 * span + 2 * t + c));
-        };
-        return {{words(0), words(1)}, slot[scales(i) + 4 * span + t]};
+        return {{words(slot, i, span, t, 0), words(slot, i, span, t, 1)}, scale(slot, i, span, t)};
     }
     static __device__ __forceinline__ Factors factors(const Codes& codes) {
         return ue8m0_factor(codes.scale);

@@ -49,7 +49,7 @@ struct Converter {
 
     template <RecordId kId>
     __device__ __forceinline__ void convert() {
-        using Read = Reader<kId>;
+        using Read = Reader<kId, kBankRows<kHeads>>;
         const int of_lane = seldom<kHeads>(lane), g = of_lane / 4, t = of_lane % 4;
         const uint8_t* at[2];
 #pragma unroll
@@ -73,8 +73,27 @@ struct Converter {
             convert_span(low, 0);
             if (kGivenParts<kHeads> > 1) shared.tile_empty[1][tile.at].wait(tile.parity ^ 1);
             convert_span(high, 1);
+        } else if constexpr (kHeads < 32) {
+            // The second span takes the registers of the first, half of it at a time: loads do not
+            // overtake stores, so they stand where there is time until their values are needed.
+            const int second = kSpans * group + 1;
+            Span<Read> low = read(0), high;
+            shared.tile_empty[0][tile.at].wait(tile.parity ^ 1);
+            convert_span(low, 0, [&] {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    high.codes[i].words[0] = Read::words(at[i], g, second, t, 0);
+                    high.codes[i].scale = Read::scale(at[i], g, second, t);
+                }
+            });
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                high.codes[i].words[1] = Read::words(at[i], g, second, t, 1);
+            release_slots<Read>();
+            if (kGivenParts<kHeads> > 1) shared.tile_empty[1][tile.at].wait(tile.parity ^ 1);
+            convert_span(high, 1);
         } else {
-#pragma unroll(kHeads == 32 ? 1 : kSpans)
+#pragma unroll 1
             for (int s = 0; s < kSpans; ++s) {
                 if (s < kGivenParts<kHeads>) shared.tile_empty[s][tile.at].wait(tile.parity ^ 1);
                 const Span<Read> span = read(s);
@@ -97,9 +116,14 @@ struct Converter {
         slot.next();
     }
 
-    // Converts span s of this group's and multiplies it with the query.
-    template <class Read>
-    __device__ __forceinline__ void convert_span(const Span<Read>& span, int s) {
+    struct Nothing {
+        __device__ __forceinline__ void operator()() const {}
+    };
+
+    // Converts span s of this group's and multiplies it with the query; `between` its halves.
+    template <class Read, class Between = Nothing>
+    __device__ __forceinline__ void convert_span(const Span<Read>& span, int s,
+                                                 const Between& between = {}) {
         // Of a fragment's four 8 x 8 blocks (record, dim) this lane addresses row lane % 8 of
         // block lane / 8: records from 0 or 8 on, half 0 or 1 of the step.
         uint8_t* to = shared.kv[tile.at][4 * group + lane / 16][kWarpRecords * warp + lane % 16];
@@ -123,6 +147,7 @@ struct Converter {
                                                         ((chunk ^ lane % 8) << 4)));
             }
             products.multiply(shared.q[query_at.at], group, s, u, a[u % 2]);
+            if (u == 1) between();
         }
     }
 

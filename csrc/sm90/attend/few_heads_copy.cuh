@@ -45,13 +45,16 @@ struct QueryPart {
 };
 
 // One warp's state.
-template <int kHeads>
+template <int kHeads, bool kWhole>
 struct Copier {
     using Shared = few_heads::Shared<kHeads>;
+    using Main = Reader<RecordId::MainFp4, kBankRows<kHeads>>;
+    using Window = Reader<RecordId::WindowFp8, kBankRows<kHeads>>;
     const AttendParams& p;
-    const Plan& plan;
+    const Plan<kWhole>& plan;
     Shared& shared;
     const int warp, lane;
+    static constexpr bool kEarlyQuery = kHeads == 8;  // before lengths are known: registers
     Turn<kSlots<kHeads>> slot;
     Turn<kQueries<kHeads>> query_at;
     int present_set = 0;
@@ -64,6 +67,7 @@ struct Copier {
         const int of_lane = seldom<kHeads>(lane);
         tile += of_lane / kWarpRecords;
         const int at = kWarpRecords * warp + of_lane % kWarpRecords;
+        plan.know_lists(p);
         return tile < run.end ? run.tiles.slot(p, tile, at, plan.main.page) : -1;
     }
 
@@ -73,21 +77,34 @@ struct Copier {
                    : plan.main.distance(slot);
     }
 
+    __device__ __forceinline__ void ask_for_query(int32_t item, int part = 0) {
+        query.load(p, item / plan.splits, part, warp, fresh(lane));
+    }
+
+    __device__ __forceinline__ void look_at(int32_t item) {
+        plan.know_lists(p);
+        next.start(p, item / plan.splits);
+    }
+
+    // Loads stand in the order in which they are needed: one that waits for a page's translation
+    // holds up those behind it. What is for the row after is asked for behind the first copies.
     __device__ __forceinline__ void work() {
-        next.start(p, blockIdx.x / plan.splits);
+        if (kEarlyQuery) ask_for_query(blockIdx.x);
+        look_at(blockIdx.x);
         run.start(next, plan, blockIdx.x);
         int32_t ahead = find(run.begin);
         for (int32_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
-            query.load(p, item / plan.splits, 0, warp, fresh(lane));
             const int32_t later = item + static_cast<int32_t>(gridDim.x);
-            if (later < plan.items) {
-                if (warp == 0) prefetch_lists(p, later / plan.splits, lane);
-                if (warp == 1) prefetch_query(p, later / plan.splits, lane);
-            }
             const int32_t put = put_before(item);
             uint32_t places = 0;  // of the records of two tiles
             for (int32_t tile = run.begin;; ++tile) {
-                if (tile == put) put_query(item);
+                if (tile == put) {
+                    put_query(item);
+                    if (later < plan.items) {
+                        if (warp == 0) prefetch_lists(p, later / plan.splits, seldom<kHeads>(lane));
+                        if (warp == 1) prefetch_query(p, later / plan.splits, seldom<kHeads>(lane));
+                    }
+                }
                 if (tile == run.end) break;
                 const bool window = run.tiles.is_window(tile);
                 const int second = (tile - run.begin) % 2;
@@ -102,6 +119,7 @@ struct Copier {
             }
             run.start(next, plan, later);
             ahead = find(run.begin);
+            if (kEarlyQuery && later < plan.items) ask_for_query(later);
         }
     }
 
@@ -118,10 +136,11 @@ struct Copier {
     // Gives the converting warps this run's query, and looks at the next run.
     __device__ __forceinline__ void put_query(int32_t item) {
         const int at = query_at.at;
+        if (!kEarlyQuery) ask_for_query(item);
         shared.row_empty[at].wait(query_at.parity ^ 1);
 #pragma unroll
         for (int part = 0; part < QueryPart<kHeads>::kParts; ++part) {
-            if (part > 0) query.load(p, item / plan.splits, part, warp, fresh(lane));
+            if (part > 0) ask_for_query(item, part);
             query.store(shared.q[at], part, warp, fresh(lane));
         }
         cutlass::arch::fence_view_async_shared();
@@ -133,14 +152,14 @@ struct Copier {
         shared.row_full[at].arrive();
         query_at.next();
         const int32_t later = item + static_cast<int32_t>(gridDim.x);
-        if (later < plan.items) next.start(p, later / plan.splits);
+        if (later < plan.items) look_at(later);
     }
 
     // Starts the copies of the warp's records of a tile, of which lane 16 * second + r has the
     // place of record r. Absent ones are zeros: codes and scales of zero, which add nothing.
     template <RecordId kId>
     __device__ __forceinline__ void copy_tile(const uint8_t* data, uint32_t places, int second) {
-        using Read = Reader<kId>;
+        using Read = Reader<kId, kBankRows<kHeads>>;
         const int first = kWarpRecords * second;
         const uint32_t there = __ballot_sync(kAllLanes, places != Places::kAbsent);
 #pragma unroll
@@ -168,21 +187,20 @@ struct Copier {
     }
 
     // A half of the warp brings a record's codes; pairs of lanes the scales.
-    __device__ __forceinline__ void copy_slot(Reader<RecordId::MainFp4> read, const uint8_t* data,
-                                              uint32_t places, int first, uint8_t* to) const {
+    __device__ __forceinline__ void copy_slot(Main read, const uint8_t* data, uint32_t places,
+                                              int first, uint8_t* to) const {
         const int at = seldom<kHeads>(lane), half = at / 16, chunk = at % 16;
         uint8_t* own = to + read.chunk(half, chunk);
 #pragma unroll
         for (int i = 0; i < read.kEach; i += 2)
-            copy_chunk(own + i * read.kRecord.data_bytes, data + 16 * chunk, places,
-                       first + i + half);
-        copy_chunk(to + read.scales(0) + 16 * at, data + read.kRecord.data_bytes + at % 2 * 16,
-                   places, first + at / 2);
+            copy_chunk(own + read.chunk(i, 0), data + 16 * chunk, places, first + i + half);
+        copy_chunk(to + read.scales(at / 2) + at % 2 * 16,
+                   data + read.kRecord.data_bytes + at % 2 * 16, places, first + at / 2);
     }
 
     // The warp brings a record's codes; a lane the scales.
-    __device__ __forceinline__ void copy_slot(Reader<RecordId::WindowFp8> read, const uint8_t* data,
-                                              uint32_t places, int first, uint8_t* to) const {
+    __device__ __forceinline__ void copy_slot(Window read, const uint8_t* data, uint32_t places,
+                                              int first, uint8_t* to) const {
         const int at = seldom<kHeads>(lane);
 #pragma unroll(kHeads == 32 ? 4 : 8)  // of few registers
         for (int i = 0; i < read.kEach; ++i)

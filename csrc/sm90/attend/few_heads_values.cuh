@@ -39,8 +39,20 @@ __device__ __forceinline__ int32_t next_run(Shared<kHeads>& shared, Turn<kQuerie
     return tiles;
 }
 
+// Writes the lse of a head and says what makes outputs of its sums. A row without records gives 0
+// and +inf.
+__device__ __forceinline__ float finish_head(const AttendParams& p, int64_t row, int head,
+                                             float top, float total) {
+    const float sink = p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
+    const bool empty = top == -INFINITY && total == 0.f;
+    const float with_sink = total + exp2f(sink * kLog2e - top);
+    if (p.lse && head < p.heads)
+        p.lse.row(row)[head] = empty ? INFINITY : (top + log2f(total)) * kLn2;
+    return empty ? 0.f : kTileFactor / with_sink;
+}
+
 // The softmax, one thread's state: of 8 heads and of kRows blocks of 16 records.
-template <int kHeads>
+template <int kHeads, bool kWhole>
 struct Weigher {
     static constexpr int kRows = kTile / 16 / kRecordGroups<kHeads>;
     static constexpr bool kMeet = kRecordGroups<kHeads> > 1;  // others have the same heads
@@ -48,6 +60,7 @@ struct Weigher {
     // Of each block records g and g + 8, heads 2 t and 2 t + 1 of the warp's.
     using Logits = float[kRows][4];
 
+    const AttendParams& p;
     Shared& shared;
     const float scale;  // to logits in base 2
     const int warp, lane;
@@ -76,7 +89,7 @@ struct Weigher {
                 weigh(logits);
                 tile.next();
             }
-            put_totals();
+            put_totals(item);
         }
     }
 
@@ -203,8 +216,9 @@ struct Weigher {
         }
     }
 
-    // Maxima and sums of a run.
-    __device__ __forceinline__ void put_totals() {
+    // Maxima and sums of a run; of a whole row what makes outputs of sums, while the values add the
+    // last tile.
+    __device__ __forceinline__ void put_totals(int32_t item) {
         // All warps, as a run without tiles lets them meet nowhere else: warp 0 may still read what
         // they are about to replace.
         shared.totals_empty.wait(totals_parity);
@@ -222,14 +236,17 @@ struct Weigher {
             float total = 0.f;
 #pragma unroll
             for (int r = 0; r < kRecordGroups<kHeads>; ++r) total += shared.reduce[r][lane];
-            shared.sum[lane] = total;
+            if (kWhole)
+                shared.factor[lane] = finish_head(p, item, lane, shared.max[lane], total);
+            else
+                shared.sum[lane] = total;
         }
         shared.totals_full.arrive();
     }
 };
 
 // The second product and the output, one thread's state.
-template <int kHeads>
+template <int kHeads, bool kWhole>
 struct Adder {
     static constexpr int kCols = kColumns<kHeads>;
     static constexpr int kFrag = kFragment<kHeads>;
@@ -239,7 +256,7 @@ struct Adder {
     using Shared = few_heads::Shared<kHeads>;
 
     const AttendParams& p;
-    const Plan& plan;
+    const Plan<kWhole>& plan;
     Shared& shared;
     const int group, warp, lane;
     Turn<kTiles> tile;
@@ -263,9 +280,6 @@ struct Adder {
     }
 
     __device__ __forceinline__ void work() {
-        const int head = thread();
-        if (head < kHeads)
-            shared.sink[head] = p.sink != nullptr && head < p.heads ? p.sink[head] : -INFINITY;
         for (; item() < plan.items; ++runs) {
             int32_t left = next_run(shared, query_at);
             clear();
@@ -348,8 +362,9 @@ struct Adder {
     // The weights of 16 records as B fragments.
     __device__ __forceinline__ void load_weights(int k, uint32_t (&b)[kHeads / 8][2]) const {
         const int of_lane = kHeads == 32 ? fresh(lane) : lane;
-        const uint8_t* from = shared.p[tile.at][0] + of_lane % 8 * kPanelRowBytes +
-                              (((2 * k + of_lane / 8 % 2) ^ of_lane % 8) << 4);
+        int at = panel_offset(of_lane % 8, of_lane / 8 % 2);
+        if (kHeads == 16) at = fresh(at);  // one address, not one for each k
+        const uint8_t* from = shared.p[tile.at][0] + (at ^ k << 5);
         if constexpr (kHeads == 8) {
             load_matrices(from, b[0][0], b[0][1]);
         } else {
@@ -363,9 +378,14 @@ struct Adder {
 
     // The output, or a part of it for the CTA that comes last.
     __device__ __forceinline__ void end_run() {
-        if (plan.splits > 1 && !merge_partials()) return;
-        if (thread() < kHeads) finish_head(row(), thread());
-        sync();
+        if constexpr (!kWhole) {
+            if (plan.splits > 1 && !merge_partials()) return;
+            const int head = thread();
+            if (head < kHeads)
+                shared.factor[head] =
+                    finish_head(p, row(), head, shared.max[head], shared.sum[head]);
+            sync();
+        }
         finish(row());
     }
 
@@ -474,16 +494,6 @@ struct Adder {
                 store_group(to, 32 * half + unit, x, half == 0 ? nullptr : cos_sin);
             }
         }
-    }
-
-    // A row without records gives 0 and +inf.
-    __device__ __forceinline__ void finish_head(int64_t row, int head) {
-        const float top = shared.max[head], total = shared.sum[head];
-        const bool empty = top == -INFINITY && total == 0.f;
-        const float with_sink = total + exp2f(shared.sink[head] * kLog2e - top);
-        shared.factor[head] = empty ? 0.f : kTileFactor / with_sink;
-        if (p.lse && head < p.heads)
-            p.lse.row(row)[head] = empty ? INFINITY : (top + log2f(total)) * kLn2;
     }
 };
 
