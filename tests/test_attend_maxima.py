@@ -2,7 +2,12 @@
 
 Tiles and pieces of a list weigh their records against a maximum of their own; which one counts in
 the end shows only where they differ.
+
+The weight of the largest logit is 1 and exact in BF16, but where a maximum lags behind: then a row
+of a few records points elsewhere.
 """
+
+import math
 
 import pytest
 import torch
@@ -84,3 +89,59 @@ def test_levels_of_every_entry(order, heads, device):
     request, n_vis = torch.zeros(3, dtype=torch.int32), torch.tensor([512, 390, 65]).int()
     case = Case(q=q, main=pages, contiguous=(table, request, n_vis))
     assert_close(case, *run(case, device, dtype=torch.bfloat16))
+
+
+# Of the weights of the two largest records, beside a power of two: just below and just above the
+# middle of two BF16 numbers, so that they would round away from each other.
+MIDDLES = [1 + odd * 2.0**-8 for odd in (1, 3, 5)]
+SHARE = 2.0**-11
+
+
+def alike_case(heads: int, rows: int, place: str, weak: int) -> Case:
+    """Rows of `weak` records and, in the tile after them, two alike ones of 2^0 .. 2^7 the weight.
+
+    Dims 0..4 of records and queries make the logits, which have the base 2; `place` is where weak
+    records are: in the window, in the window and a tile of holes behind them (rows of two workers
+    deal tiles out), or with lesser ones in a tile of the selection.
+    """
+    fillers = 64 - weak if place == "selection" else 0
+    kv = randn(weak + fillers + 2, 512, seed=1).float()
+    kv[:, :16] = 0
+    kv[:, 5] = 3  # so that the scale is 1/2 and 1 a code
+    kv[weak : weak + fillers, 0] = 1
+    kv[-2:, 1] = 1
+    kv[-2, 2] = kv[-1, 3] = 1
+    middle = torch.tensor(MIDDLES)[torch.arange(heads) // 8 % len(MIDDLES)]
+    q = torch.zeros(rows, heads, 512)
+    q[..., 0] = -30
+    q[..., 1] = torch.arange(heads) % 8
+    q[..., 2] = (middle - SHARE).log2()
+    q[..., 3] = (middle + SHARE).log2()
+    first = 0 if place == "selection" else weak
+    holes = 64 if place == "holes" else 0
+    window, window_slots = filled_pages("WindowFp8", 64, kv[: max(first, 1)].bfloat16())
+    main, slots = filled_pages("MainFp4", 64, kv[first:].bfloat16())
+    lists = torch.full((rows, 256), -1, dtype=torch.int32)
+    lists[:, holes : holes + len(slots)] = slots
+    window_lists = torch.full((rows, 64), -1, dtype=torch.int32)
+    window_lists[:, : len(window_slots)] = window_slots
+    return Case(
+        q=q.bfloat16(),
+        main=main,
+        selection=selection(lists, torch.full((rows,), holes + len(slots), dtype=torch.int32)),
+        window_pages=window,
+        window=Window(window_lists, torch.full((rows,), first, dtype=torch.int32)),
+        softmax_scale=math.log(2),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 20, 60, 140])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("weak", [1, 3])
+@pytest.mark.parametrize("place", ["window", "holes", "selection"])
+def test_largest_weight_is_exact(place, weak, heads, rows, device):
+    case = alike_case(heads, 1, place, weak)
+    many = case.rows(torch.zeros(rows, dtype=torch.int64))
+    out, lse = run(many, device, dtype=torch.bfloat16)
+    for row in {0, rows // 2, rows - 1}:
+        assert_close(case, out[row : row + 1], lse[row : row + 1])

@@ -125,4 +125,14 @@ MUTANTS = (
         "return first;",
         "a warp's share is halved, and its place forgotten",
     ),
+    Mutant(
+        1617,
+        "attend",
+        "maxima lag however few records there are",
+        "sm90/attend/lag.cuh",
+        "return fminf(fmaxf(__log2f(sum) - kLog2Alike, 0.f), kMost);",
+        "return kMost;",
+        "every weight is within its own bound, so that rounding the largest looks harmless",
+        test="tests/test_attend_maxima.py::test_largest_weight_is_exact",
+    ),
 )

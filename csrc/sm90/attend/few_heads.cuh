@@ -223,7 +223,8 @@ struct Shared {
     float4 logits[kConvertGroups][kFragment<kHeads> / 4][kGroupThreads];  // over half of the dims
     alignas(128) uint8_t slots[kWarps][kSlots][kSlotBytes<kHeads>];
     float reduce[kRecordGroups<kHeads>][kHeads];
-    float keep[kTiles][kHeads];  // what older sums are worth where `over` is set
+    float sums[kRecordGroups<kHeads>][kHeads];  // of the tiles so far
+    float keep[kTiles][kHeads];                 // what older sums are worth where `over` is set
     float max[kHeads], sum[kHeads];
     float factor[kHeads];                       // from sums to outputs
     uint32_t present[kPresentSets][kWarps];     // bit r: the warp's record r is there

@@ -29,6 +29,11 @@ struct Partial {
 // A base before any record: every logit is above it by more than that.
 inline constexpr float kNone = -0x1p100f;
 
+// What a warp of the softmax says of a tile: its bases are to be raised, from none or from others,
+// which the output is rescaled for.
+inline constexpr uint8_t kFromNone = 2, kAgain = 1;
+inline constexpr uint32_t kAnyAgain = 0x01010101u * kAgain;
+
 // Waits for the next run; its tiles.
 template <int kHeads>
 __device__ __forceinline__ int32_t next_run(Shared<kHeads>& shared, Turn<kQueries<kHeads>>& at) {
@@ -70,8 +75,9 @@ struct Weigher {
     Turn<kQueries<kHeads>> query_at;
     uint32_t totals_parity = 1;
     int present_set = 0;
-    float base[2];  // log2 of what weights are relative to
-    float sum[2];   // of this thread's records
+    float base[2];   // log2 of what weights are relative to
+    float sum[2];    // of this thread's records
+    float slack[2];  // of a logit above the base
 
     __device__ __forceinline__ void sync() const {
         cutlass::arch::NamedBarrier::sync(kGroupThreads, 0);
@@ -83,6 +89,7 @@ struct Weigher {
             const int32_t tiles = next_run(shared, query_at);
             base[0] = base[1] = kNone;
             sum[0] = sum[1] = 0.f;
+            slack[0] = slack[1] = 0.f;
             for (int32_t i = 0; i < tiles; ++i) {
                 Logits logits;
                 read_logits(logits);
@@ -130,13 +137,16 @@ struct Weigher {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 x[b][i] = fmaf(logits[b][i], scale, -base[i % 2]);
-                over |= x[b][i] > kSlack;
+                over |= x[b][i] > slack[i % 2];
                 x[b][i] = exp2_approx(x[b][i]);
             }
-        over = __any_sync(kAllLanes, over);
-        if (!kMeet && over) raise(logits, x);
+        uint8_t raises = 0;
+        if (__any_sync(kAllLanes, over))
+            raises =
+                __all_sync(kAllLanes, base[0] == kNone && base[1] == kNone) ? kFromNone : kAgain;
+        if (!kMeet && raises != 0) raise(logits, x);
         store_weights(x);
-        if (lane == 0) reinterpret_cast<uint8_t*>(&shared.over[tile.at])[warp] = over;
+        if (lane == 0) reinterpret_cast<uint8_t*>(&shared.over[tile.at])[warp] = raises;
         __syncwarp();
         shared.weights_full[tile.at].arrive();
         if constexpr (kMeet) {
@@ -155,39 +165,66 @@ struct Weigher {
             for (int b = 1; b < kRows; ++b) more += x[b][i] + x[b][i + 2];
             sum[i] += more;
         }
+        if (!kMeet && raises != 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float total = sum[i];
+#pragma unroll
+                for (int bit = 4; bit < 32; bit *= 2)
+                    total += __shfl_xor_sync(kAllLanes, total, bit);
+                slack[i] = slack_of(total);
+            }
+        }
     }
 
-    // Raises the bases of heads that have grown by much to the largest logit.
+    // Raises the bases of heads that have grown to the largest logit, and finds how far they may
+    // lag from now on.
     __device__ __forceinline__ void raise(const Logits& logits, Logits& x) {
-        float top[2];
+        float top[2], total[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             top[i] = fmaxf(logits[0][i], logits[0][i + 2]);
 #pragma unroll
             for (int b = 1; b < kRows; ++b)
                 top[i] = fmaxf(top[i], fmaxf(logits[b][i], logits[b][i + 2]));
+            if constexpr (kMeet) {
+                total[i] = sum[i];
 #pragma unroll
-            for (int bit = 4; bit < 32; bit *= 2)
+                for (int b = 0; b < kRows; ++b) total[i] += x[b][i] + x[b][i + 2];
+            }
+#pragma unroll
+            for (int bit = 4; bit < 32; bit *= 2) {
                 top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], bit));
-            if (kMeet && g == 0) shared.reduce[records][head_of(i)] = top[i];
+                if constexpr (kMeet) total[i] += __shfl_xor_sync(kAllLanes, total[i], bit);
+            }
+            if (kMeet && g == 0) {
+                shared.reduce[records][head_of(i)] = top[i];
+                shared.sums[records][head_of(i)] = total[i];
+            }
         }
         if constexpr (kMeet) {
             sync();
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+            for (int i = 0; i < 2; ++i) {
+                total[i] = 0.f;
 #pragma unroll
-                for (int r = 0; r < kRecordGroups<kHeads>; ++r)
+                for (int r = 0; r < kRecordGroups<kHeads>; ++r) {
                     top[i] = fmaxf(top[i], shared.reduce[r][head_of(i)]);
+                    total[i] += shared.sums[r][head_of(i)];
+                }
+            }
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             top[i] *= scale;
             float keep = 1.f;
-            if (top[i] - base[i] > kSlack) {
+            if (top[i] > base[i]) {
                 keep = exp2_approx(base[i] - top[i]);
                 base[i] = top[i];
             }
             sum[i] *= keep;
+            if constexpr (kMeet)  // on a much lower base, or none, weights overflow
+                slack[i] = total[i] < INFINITY ? slack_of(total[i] * keep) : 0.f;
             if (records == 0 && g == 0) shared.keep[tile.at][head_of(i)] = keep;
         }
 #pragma unroll
@@ -314,6 +351,7 @@ struct Adder {
     }
 
     __device__ __forceinline__ void rescale(uint32_t over) {
+        if ((over & kAnyAgain) == 0) return;
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
             // Of 32 heads a warp of the softmax speaks for itself.

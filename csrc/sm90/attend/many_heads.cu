@@ -50,13 +50,16 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Online softmax of two heads per lane. Logits are in units of log 2.
 struct Softmax {
-    float max[2] = {-INFINITY, -INFINITY};  // about the largest logit
-    float sum[2] = {0.f, 0.f};              // of this lane's records
-    float base[2];                          // the maximum, if there is one
+    float max[2] = {-INFINITY, -INFINITY};    // about the largest logit
+    float sum[2] = {0.f, 0.f};                // of this lane's records
+    float limit[2] = {-INFINITY, -INFINITY};  // what a logit has to exceed to be the maximum
+    float base[2];                            // the maximum, if there is one
 
-    // s: products with the tile. Finds the maxima and the weight of earlier tiles.
-    __device__ __forceinline__ void raise(float (&s)[32], float scale, uint64_t present,
-                                          float (&keep)[2]) {
+    // s: products with the tile. Finds the maxima; true where none of a warp's that there were
+    // before has moved. before: those of earlier tiles.
+    __device__ __forceinline__ bool raise(float (&s)[32], float scale, uint64_t present,
+                                          float (&before)[2]) {
+        bool stands = true;
         const int column = threadIdx.x % 4 * 2;
         if (present != ~uint64_t{0}) {
 #pragma unroll
@@ -75,11 +78,34 @@ struct Softmax {
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale;
             // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
-            const float before = max[h];
-            if (largest > before + kSlack) max[h] = largest;
+            before[h] = max[h];
+            if (largest > limit[h]) {
+                max[h] = largest;
+                stands &= before[h] == -INFINITY;
+            }
             base[h] = max[h] == -INFINITY ? 0.f : max[h];
-            keep[h] = exp2_approx(before - base[h]);
+        }
+        return __all_sync(~0u, stands);
+    }
+
+    // The weight of earlier tiles.
+    __device__ __forceinline__ void shrink(const float (&before)[2], float (&keep)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            keep[h] = exp2_approx(before[h] - base[h]);
             sum[h] *= keep[h];
+        }
+    }
+
+    // For the next tile, of what is weighed so far: beside the second half's exponentials, as under
+    // q . k no shuffle gets through.
+    __device__ __forceinline__ void find_limits() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float total = sum[h];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            limit[h] = max[h] + slack_of(total);
         }
     }
 
@@ -261,13 +287,19 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, float sc
     const uint64_t kv =
         uniform(advance(mn_major(shared.kv[0], kTilePanelBytes), ring.stage * kTileBytes));
     const auto operand = [&](int k) -> const FragmentA& { return state.a[k]; };
-    state.softmax.raise(state.s, scale, present, state.keep);
-    rescale(state.o, state.keep[0], state.keep[1]);
+    float before[2];
+    if (state.softmax.raise(state.s, scale, present, before)) {
+        state.keep[0] = state.keep[1] = 1.f;
+    } else {
+        state.softmax.shrink(before, state.keep);
+        scale_rows(state.o, state.keep[0], state.keep[1]);
+    }
     state.softmax.weigh(state.s, scale, 0);
     to_fragment(state.s, 0, state.a[0]);
     to_fragment(state.s, 1, state.a[1]);
     fence_registers(state.o.part);
     issue_values<0, 2>(operand, kv, state.o);
+    state.softmax.find_limits();
     state.softmax.weigh(state.s, scale, 1);
     to_fragment(state.s, 2, state.a[2]);
     to_fragment(state.s, 3, state.a[3]);

@@ -56,6 +56,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
     // other. sum: of the lane's records.
     float out[64];
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, keep[2];
+    float limit[2] = {-INFINITY, -INFINITY};  // what a logit has to exceed to raise maxima
     int32_t next_slot;  // of the copiers' lanes: of the tile that is copied next
 
     using Base::Base;
@@ -228,8 +229,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
         for (int i = 1; i < 32; ++i)
             if (i != 2) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
         // A head's logits are in one warp.
-        const bool over =
-            largest[0] * scale > max[0] + kSlack || largest[1] * scale > max[1] + kSlack;
+        const bool over = largest[0] * scale > limit[0] || largest[1] * scale > limit[1];
         const bool raised = __any_sync(~0u, over);
         keep[0] = keep[1] = 1.f;
         if (raised) raise(largest, scale);
@@ -247,6 +247,16 @@ struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
         }
         return raised;
     }
+    // For the next tile.
+    __device__ __forceinline__ void find_limits() {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float total = sum[half];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            limit[half] = max[half] + slack_of(total);
+        }
+    }
     __device__ __forceinline__ void raise(float (&largest)[2], float scale) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -255,7 +265,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
                 largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], h));
             // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
             const float before = max[half], most = largest[half] * scale;
-            if (most > before + kSlack) max[half] = most;
+            if (most > before) max[half] = most;
             const float base = max[half] == -INFINITY ? 0.f : max[half];
             keep[half] = exp2_approx(before - base);
             sum[half] *= keep[half];
@@ -361,6 +371,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
             place ^= kOtherPlace;
             wait_for_next(tile);
             start_logits(place, held, x);
+            find_limits();
             cute::warpgroup_wait<1>();
             fence_registers(out);
             shared.added.arrive();
