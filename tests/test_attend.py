@@ -146,6 +146,23 @@ def test_scales_that_no_encoder_writes(record, device):
         assert_close(case, *run(case, device, dtype=dtype))
 
 
+@pytest.mark.parametrize("most", [144, 220])
+@pytest.mark.parametrize("heads", [4, 32, 64, 128])
+@pytest.mark.parametrize("record", ["WindowFp8", "MixedFp8"])
+def test_large_scales(record, heads, most, device):
+    """2^17 or 2^93, in half of the groups. Queries are 0 there, so that no logit is of them."""
+    case = random_case(heads=heads, main=(record, 16), window=None, entries=100)
+    rows = quant.quantize(randn(case.main.num_slots, 512, seed=1), record)
+    group = 32 if record == "WindowFp8" else 64
+    for first in range(0, 448 // group, 2):
+        rows.scales[:, first] = torch.randint(most - 4, most + 1, (len(rows.scales),))
+        case.q[..., first * group : (first + 1) * group] = 0
+    every = torch.arange(case.main.num_slots)
+    reference_pages.write_rows(rows, case.main.data, every, record, 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_close(case, *run(case, device, dtype=dtype))
+
+
 def test_error_is_not_twice_that_of_bf16_pytorch(device):
     case = random_case(heads=16, lengths=[256] * 4, window_lengths=[128] * 4)
     records, lists = case.reference_lists()

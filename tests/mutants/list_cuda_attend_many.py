@@ -126,6 +126,16 @@ MUTANTS = (
         "a warp's share is halved, and its place forgotten",
     ),
     Mutant(
+        1616,
+        "attend",
+        "scales above 2^15 end there",
+        "sm90/attend/many_heads_records.cuh",
+        "if (scale <= kMostUe8m0) continue;",
+        "if (scale > 0) continue;",
+        "no model has them",
+        test="tests/test_attend.py::test_large_scales",
+    ),
+    Mutant(
         1617,
         "attend",
         "maxima lag however few records there are",

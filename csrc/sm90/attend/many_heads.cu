@@ -428,7 +428,6 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
 template <bool kPair>
 __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& plan,
                                        const Cuts& cuts, Shared& shared) {
-    const RowPair rows;
     const uint64_t probabilities = uniform(k_major(shared.p));
     const uint64_t columns =
         mn_major(shared.kv[0] + kPanels / 2 * kTilePanelBytes, kTilePanelBytes);
@@ -453,6 +452,7 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
             shared.tile_full[ring.stage].wait(ring.parity);
             shared.weights_full.wait(weights_parity);
             weights_parity ^= 1;
+            const RowPair rows;
             rescale(o, shared.keep[rows.head[0]], shared.keep[rows.head[1]]);
             fence_registers(o.part);
             issue_values<0, kAttendTile / 16>([&](int k) { return advance(probabilities, k * 32); },

@@ -52,7 +52,7 @@ struct Converter {
         }
     }
 
-    // Takes a slot's records into registers. Returns which are present.
+    // Takes a slot's records into registers. Returns which are present: others have any codes.
     template <class Passes>
     __device__ __forceinline__ uint32_t take(LaneCodes& codes, int lane) {
         constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
@@ -62,7 +62,6 @@ struct Converter {
         const uint32_t seen = codes.template some<Passes::kChunks>();
         const uint32_t zero = static_cast<uint32_t>(p.rows) >> 31;
         shared.slot_empty[slot.at + (seen & zero)].arrive();
-        if (mine != kAll && (mine >> Passes::record_of(lane) & 1) == 0) Passes::clear(codes);
         slot.next();
         return mine;
     }
@@ -88,7 +87,8 @@ struct Converter {
         for (int first = 0; first < kRecords; first += Passes::kRecords) {
             if (first > 0) shared.slot_full[slot.at].wait(slot.parity);
             LaneCodes codes;
-            present |= take<Passes>(codes, lane) << first;
+            const uint32_t mine = take<Passes>(codes, lane);
+            present |= mine << first;
             if (first == 0) {
                 wait_for_place<0>();
                 wait_for_place<1>();
@@ -96,6 +96,8 @@ struct Converter {
             const uint32_t row = kRecords * warp + first + Passes::record_of(lane);
             Passes::template write<0, Passes::kChunks>(codes, lane,
                                                        TileRow{shared.kv[ring.stage], row});
+            constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
+            if (mine != kAll) erase<0, kPanels>(kRecords * warp + first, ~mine & kAll);
         }
         if (lane == 0) shared.present[ring.stage][warp / 2][warp % 2] = present_word(present);
         cutlass::arch::fence_view_async_shared();
@@ -145,12 +147,32 @@ struct Converter {
             }
         };
         using std::integral_constant;
+        constexpr uint32_t kMine = (1u << kRecords) - 1;
+        const int first = first_record<true>(warp);
         write(integral_constant<int, 0>{}, integral_constant<int, kLower>{});
+        if (present != kMine) erase<0, kPanels / 2>(first, ~present & kMine);
         send<0>(peer, full);
         wait_for_place<1>();
         write(integral_constant<int, kLower>{}, integral_constant<int, Passes::kChunks>{});
+        if (present != kMine) erase<kPanels / 2, kPanels>(first, ~present & kMine);
         send<1>(peer, full);
         full.arrive();
+    }
+
+    // Makes zeros of absent records, from `first` on, in some of the panels: what was in their
+    // places may be NaN.
+    template <int kFirst, int kEnd>
+    __device__ __forceinline__ void erase(int first, uint32_t absent) const {
+        __syncwarp();  // other lanes wrote there
+        const int thread = fresh_lane(this->lane);
+#pragma unroll 1
+        for (; absent != 0; absent &= absent - 1) {
+            uint8_t* row = shared.kv[ring.stage] + (first + __ffs(absent) - 1) * kPanelRowBytes;
+#pragma unroll
+            for (int panel = kFirst; panel < kEnd; panel += 4)
+                *reinterpret_cast<uint4*>(row + (panel + thread / 8) * kTilePanelBytes +
+                                          thread % 8 * 16) = make_uint4(0, 0, 0, 0);
+        }
     }
 
     template <int kChunks>

@@ -33,7 +33,8 @@ struct RowPair {
     int head[2];
 
     __device__ RowPair() {
-        head[0] = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        const int thread = fresh_lane(static_cast<int>(threadIdx.x));
+        head[0] = thread / 32 % 4 * 16 + thread % 32 / 4;
         head[1] = head[0] + 8;
     }
 };
@@ -75,14 +76,15 @@ __device__ __forceinline__ void stage_output(const Output& o, float upper, float
     // Of four 8 x 8 blocks this lane addresses row lane % 8 of block lane / 8: heads from 0 or 8
     // on, then the same of the next 8 columns.
     uint8_t* row = to + (lane % 16) * kStagedRowBytes;
+    const int first = (lane / 16 ^ lane % 8) << 4;
 #pragma unroll
     for (int j = 0; j < kHalf / kGroupDims; j += 2) {
-        const int chunk = (j + lane / 16) ^ lane % 8;
+        const int at = (first ^ j % 8 << 4) + j / 8 * 128;
         cute::SM90_U32x4_STSM_N::copy(pack_bf16(o[4 * j] * upper, o[4 * j + 1] * upper),
                                       pack_bf16(o[4 * j + 2] * lower, o[4 * j + 3] * lower),
                                       pack_bf16(o[4 * j + 4] * upper, o[4 * j + 5] * upper),
                                       pack_bf16(o[4 * j + 6] * lower, o[4 * j + 7] * lower),
-                                      *reinterpret_cast<cute::uint128_t*>(row + 16 * chunk));
+                                      *reinterpret_cast<cute::uint128_t*>(row + at));
     }
 }
 

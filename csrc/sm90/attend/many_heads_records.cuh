@@ -33,12 +33,6 @@ struct LaneCodes {
         for (int j = 0; j < kCount; ++j) x |= codes[j].x;
         return x;
     }
-
-    // Makes zeros of all coded values: codes are finite, whatever was in the slot.
-    __device__ __forceinline__ void clear_scales() {
-#pragma unroll
-        for (uint32_t& x : scales) x = 0;
-    }
 };
 
 // The lane's row of the tile.
@@ -58,14 +52,59 @@ struct RowChunks {
           first(panel * kTilePanelBytes + to.row * kPanelRowBytes +
                 ((chunk ^ to.row % kCoreRows) << 4)) {}
     __device__ __forceinline__ void put(int panel, int chunk, uint4 values) const {
-        *reinterpret_cast<uint4*>(base + (first ^ chunk << 4) + panel * kTilePanelBytes) = values;
+        *at(panel, chunk) = values;
+    }
+    // Values of all lanes, of which some store theirs: no branch around what they follow from.
+    __device__ __forceinline__ void put_if(bool mine, int panel, int chunk, uint4 values) const {
+        asm volatile(
+            "{.reg .pred mine; setp.ne.u32 mine, %5, 0;"
+            "@mine st.shared.v4.u32 [%4], {%0, %1, %2, %3};}" ::"r"(values.x),
+            "r"(values.y), "r"(values.z), "r"(values.w),
+            "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at(panel, chunk)))),
+            "r"(static_cast<uint32_t>(mine))
+            : "memory");
+    }
+    __device__ __forceinline__ uint4* at(int panel, int chunk) const {
+        return reinterpret_cast<uint4*>(base + (first ^ chunk << 4) + panel * kTilePanelBytes);
     }
 };
 
-// 16 E4M3 codes: a quarter of a panel's row.
-__device__ __forceinline__ void write_e4m3(uint4 codes, uint32_t factor, int panel, RowChunks to) {
-    to.put(panel, 0, e4m3_paired(codes.x, codes.y, factor));
-    to.put(panel, 1, e4m3_paired(codes.z, codes.w, factor));
+// E4M3 chunks kFirst .. kEnd of a lane: a quarter of a panel's row each, of every second panel. The
+// scales of two are the halves of a word. kAll: the fourth chunk is one in all lanes, else in those
+// where `fourth` is true.
+template <int kFirst, int kEnd, bool kAll>
+__device__ __forceinline__ void write_e4m3(const LaneCodes& raw, uint2 scales, RowChunks to,
+                                           bool fourth = true) {
+    static_assert(kFirst % 2 == 0 && kEnd <= 4);
+#pragma unroll
+    for (int j = kFirst; j < kEnd; ++j) {
+        const uint32_t factors = ue8m0_factors_at_most(j < 2 ? scales.x : scales.y);
+        const uint32_t factor = j % 2 == 0 ? twice_half<0>(factors) : twice_half<1>(factors);
+        const uint4 lower = e4m3_paired<true>(raw.codes[j].x, raw.codes[j].y, factor);
+        const uint4 upper = e4m3_paired<true>(raw.codes[j].z, raw.codes[j].w, factor);
+        if (kAll || j < 3) {
+            to.put(2 * j, 0, lower);
+            to.put(2 * j, 1, upper);
+        } else {
+            to.put_if(fourth, 2 * j, 0, lower);
+            to.put_if(fourth, 2 * j, 1, upper);
+        }
+    }
+    // Scales as large as no model has them: values are raised where they lie.
+    const bool exceeds =
+        kFirst > 0 ? ue8m0_exceeds(scales.y) : ue8m0_exceeds(scales.x, kEnd > 2 ? scales.y : 0);
+    if (!__any_sync(~0u, exceeds)) return;
+#pragma unroll 1
+    for (int j = kFirst; j < (kAll || fourth ? kEnd : min(kEnd, 3)); ++j) {
+        const uint32_t scale = (j < 2 ? scales.x : scales.y) >> j % 2 * 16 & 0xff;
+        if (scale <= kMostUe8m0) continue;
+        const uint32_t excess = ue8m0_excess(scale);
+#pragma unroll
+        for (int chunk = 0; chunk < 2; ++chunk) {
+            uint4* at = to.at(2 * j, chunk);
+            *at = multiply_bf16x8(*at, excess);
+        }
+    }
 }
 
 // Its chunks kFirst .. kEnd are written by write<kFirst, kEnd>; kLower of them are of the lower
@@ -98,15 +137,14 @@ struct PassesOf<RecordId::MainFp4> {
             to.scales[j] = *reinterpret_cast<const uint16_t*>(at + kRecord.data_bytes + 2 * chunk);
         }
     }
-    // An absent record.
-    static __device__ __forceinline__ void clear(LaneCodes& raw) { raw.clear_scales(); }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow row) {
         const int quarter = lane / 8;
         const RowChunks to(row, quarter / 2, quarter % 2 * 4);
 #pragma unroll
         for (int j = kFirst; j < kEnd; ++j) {
-            const uint2 factor = e4m3_factors(raw.scales[j]);
+            const uint32_t factors = e4m3_factor_pair(raw.scales[j]);
+            const uint2 factor = make_uint2(twice_half<0>(factors), twice_half<1>(factors));
             const int panel = 2 * j, first = 0;  // from the lane's own on
             to.put(panel, first, e2m1_paired(raw.codes[j].x, factor.x));
             to.put(panel, first + 1, e2m1_paired(raw.codes[j].y, factor.x));
@@ -141,13 +179,12 @@ struct PassesOf<RecordId::WindowFp8> {
             to.scales[j] = at[kRecord.data_bytes + 2 * panel + quarter / 2];
         }
     }
-    static __device__ __forceinline__ void clear(LaneCodes& raw) { raw.clear_scales(); }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
         const RowChunks mine(to, fp8_panel(lane, 0), 2 * fp8_quarter(lane));
-#pragma unroll
-        for (int j = kFirst; j < kEnd; ++j)
-            write_e4m3(raw.codes[j], ue8m0_factor(raw.scales[j]), 2 * j, mine);
+        const uint2 scales =
+            make_uint2(raw.scales[0] | raw.scales[1] << 16, raw.scales[2] | raw.scales[3] << 16);
+        write_e4m3<kFirst, kEnd, true>(raw, scales, mine);
     }
 };
 
@@ -168,34 +205,28 @@ struct PassesOf<RecordId::MixedFp8> {
     static __device__ __forceinline__ int record_of(int lane) { return lane % 4; }
     static constexpr int kTogether = 4;
     static __device__ __forceinline__ int place(int record) { return record * kCopied; }
+    // Of the last chunk: all lanes have BF16 values, a half of the record's each.
+    static __device__ __forceinline__ int last_panel(int lane) { return 8 - lane / 16; }
     static __device__ __forceinline__ void read(const uint8_t* from, int lane, LaneCodes& to) {
         const uint8_t* at = from + place(lane % 4) + 16 * fp8_quarter(lane);
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
-            const int panel = fp8_panel(lane, j);
-            to.codes[j] = panel < kCoded + 2 ? *reinterpret_cast<const uint4*>(at + 64 * panel)
-                                             : make_uint4(0, 0, 0, 0);
-            if (j < 4) to.scales[j] = from[scales_place(lane % 4) + panel];
+            const int panel = j < 4 ? fp8_panel(lane, j) : last_panel(lane);
+            to.codes[j] = *reinterpret_cast<const uint4*>(at + 64 * panel);
         }
-    }
-    static __device__ __forceinline__ void clear(LaneCodes& raw) {
-        raw.clear_scales();
-#pragma unroll
-        for (int j = kCoded / 2; j < kChunks; ++j) raw.codes[j] = make_uint4(0, 0, 0, 0);  // BF16
+        const uint8_t* scales = from + scales_place(lane % 4);
+        const uint2 all = *reinterpret_cast<const uint2*>(scales);
+        to.scales[0] = all.x, to.scales[1] = all.y, to.scales[2] = to.scales[3] = 0;
     }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
         const int quarter = fp8_quarter(lane);
         const RowChunks mine(to, fp8_panel(lane, 0), 2 * quarter), others(to, kCoded, quarter);
-#pragma unroll
-        for (int j = kFirst; j < kEnd; ++j) {
-            const int panel = fp8_panel(lane, j);
-            if (j < 4 && panel < kCoded) {
-                write_e4m3(raw.codes[j], ue8m0_factor(raw.scales[j]), 2 * j, mine);
-            } else if (panel < kCoded + 2) {
-                others.put(0, 4 * (panel - kCoded), bf16_paired(raw.codes[j]));
-            }
-        }
+        const uint32_t bytes = lane < 16 ? 0x4240 : 0x4341;  // of the lane's panels, in halves
+        const uint2 scales =
+            make_uint2(permute(raw.scales[0], 0, bytes), permute(raw.scales[1], 0, bytes));
+        write_e4m3 < kFirst, kEnd<4 ? kEnd : 4, false>(raw, scales, mine, lane < 16);
+        if (kEnd > 4) others.put(0, 4 * (last_panel(lane) - kCoded), bf16_paired(raw.codes[4]));
     }
 };
 
