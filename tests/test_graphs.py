@@ -107,9 +107,11 @@ class Run:
         rows = self.step.batch.num_rows // len(start)
         self.step.batch.copy_(fc.Batch.build(start, [rows] * len(start), device=self.model.device))
 
-    def layers(self) -> None:
-        self.step.begin()
-        for layer, query, out in zip(PLAN.layers, self.queries, self.out, strict=True):
+    def layers(self, first: int = 0, end: int = len(PLAN.layers)) -> None:
+        if first == 0:
+            self.step.begin()
+        own = list(zip(PLAN.layers, self.queries, self.out, strict=True))
+        for layer, query, out in own[first:end]:
             if layer.mode == "window":
                 cache, cos_sin = self.model.cache, self.model.cos_sin
                 fc.window_layer(cache, layer.index, self.step, query, cos_sin, out=out)
@@ -260,6 +262,28 @@ def test_every_op_runs_on_the_current_stream(name, cuda):
     torch.cuda.synchronize()
     _assert_same(_results(call), expected)
     assert not waited, "the call waited for the default stream"
+
+
+@pytest.mark.case("Streams")
+def test_a_consumer_on_another_stream_waits_for_its_source(cuda):
+    """Full layers behind slow work, Reindex and Reuse on a second stream behind an event."""
+    (_, alone), (_, apart) = _prefilled(cuda), _prefilled(cuda)
+    for run in (alone, apart):
+        run.load(2, [511, 512])
+    alone.layers()
+    source, consumer, done = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(source):
+        torch.cuda._sleep(20_000_000)
+        apart.layers(end=3)
+        done.record()
+    with torch.cuda.stream(consumer):
+        done.wait()
+        apart.layers(first=3)
+    torch.cuda.synchronize()
+    got = apart.results()
+    for name, tensor in alone.results().items():
+        assert torch.equal(tensor, got[name]), name
 
 
 @pytest.mark.case("Device guard")
