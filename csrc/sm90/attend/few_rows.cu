@@ -450,7 +450,8 @@ bool takes_few_rows(const AttendParams& p, int num_sms) {
     };
     const int64_t blocks = (p.heads + kHeadBlock - 1) / kHeadBlock;
     return !p.batch_invariant && p.contiguous.data == nullptr && 2 * p.rows * blocks <= num_sms &&
-           takes(p.main, RecordId::MainFp4) && takes(p.window, RecordId::WindowFp8);
+           takes(p.main, RecordId::MainFp4) && few_rows::Places::reach(p.main.pages) &&
+           takes(p.window, RecordId::WindowFp8);
 }
 
 cudaError_t attend_few_rows(const AttendParams& p, int num_sms, cudaStream_t stream) {

@@ -95,8 +95,9 @@ struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
         const Places& places = plan.main;
         const bool there = entry_of(tile) < main_length && places.holds(slot);
         const uint32_t present = __ballot_sync(~0u, there && lane < kRecords);
-        const int32_t other = __shfl_sync(~0u, slot, __ffs(present) - 1);
-        const uint64_t from = reinterpret_cast<uint64_t>(places.row(there ? slot : other));
+        uint32_t from = places.distance(slot);
+        const uint32_t other = __shfl_sync(~0u, from, __ffs(present) - 1);
+        if (!there) from = other;
         const int first = (warp - kFirstCopier) * kRecords;
         uint8_t* to = raw(tile) + Main::place(first);
         const bool elected = cute::elect_one_sync();
@@ -108,13 +109,13 @@ struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
         if (present == 0) return;
 #pragma unroll
         for (int i = 0; i < kRecords; i += 4) {
-            uint64_t records[4];
+            uint32_t records[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) records[j] = __shfl_sync(~0u, from, i + j);
             if (!elected) continue;
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                cute::SM90_BULK_COPY_G2S::copy(reinterpret_cast<const void*>(records[j]),
+                cute::SM90_BULK_COPY_G2S::copy(places.data + uint64_t{records[j]} * Places::kUnit,
                                                reinterpret_cast<uint64_t*>(&arrived(tile)),
                                                to + Main::place(i + j), kMain.bytes());
         }
