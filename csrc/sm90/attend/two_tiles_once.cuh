@@ -54,7 +54,7 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
             loaded.early_slots[t] = early_slot(t, loaded.slots[t]);
         }
         prefetch();
-        if (plan.run > 1) loaded.slots[0] = with_lengths(loaded.slots[0]);
+        loaded.slots[0] = with_lengths(loaded.slots[0]);
     }
     __device__ __forceinline__ void start(Loaded& loaded) {
 #pragma unroll
@@ -65,10 +65,7 @@ struct Once : NarrowOutput<32, Part<32, SharedOnce>> {
         for (int t = 0; t < kTiles; ++t) slot[t] = load_slot(loaded.slots[t]);
         load_sink();
         loaded.query.load(p, row, first_head);  // while slots are on their way
-        if (plan.run > 1)
-            slot[0] = take_lengths(slot[0]);
-        else  // a query and one tile are there sooner than shuffles
-            load_lengths();
+        slot[0] = take_lengths(slot[0]);
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) load_units(t, slot[t], loaded.units[t]);
     }
