@@ -133,7 +133,7 @@ MUTANTS = (
         "if (scale <= kMostUe8m0) continue;",
         "if (scale > 0) continue;",
         "no model has them",
-        test="tests/test_attend.py::test_large_scales",
+        test="tests/test_attend_scales.py::test_large_scales",
     ),
     Mutant(
         1617,

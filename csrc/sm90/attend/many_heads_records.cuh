@@ -11,6 +11,7 @@
 #include "core/params.h"
 #include "core/records.h"
 #include "sm90/attend/dequant.cuh"
+#include "sm90/common/predicated_store.cuh"
 #include "sm90/common/wgmma.cuh"
 
 namespace flash_csa::sm90::many_heads {
@@ -56,13 +57,7 @@ struct RowChunks {
     }
     // Values of all lanes, of which some store theirs: no branch around what they follow from.
     __device__ __forceinline__ void put_if(bool mine, int panel, int chunk, uint4 values) const {
-        asm volatile(
-            "{.reg .pred mine; setp.ne.u32 mine, %5, 0;"
-            "@mine st.shared.v4.u32 [%4], {%0, %1, %2, %3};}" ::"r"(values.x),
-            "r"(values.y), "r"(values.z), "r"(values.w),
-            "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at(panel, chunk)))),
-            "r"(static_cast<uint32_t>(mine))
-            : "memory");
+        store_shared_if(mine, at(panel, chunk), values);
     }
     __device__ __forceinline__ uint4* at(int panel, int chunk) const {
         return reinterpret_cast<uint4*>(base + (first ^ chunk << 4) + panel * kTilePanelBytes);
