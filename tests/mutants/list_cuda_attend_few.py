@@ -115,9 +115,9 @@ MUTANTS = (
         "attend",
         "scales of a record's groups in the wrong order",
         "sm90/attend/few_heads.cuh",
-        "return e2m1_paired(word, unit < 2 ? factors.x : factors.y);",
-        "return e2m1_paired(word, unit < 2 ? factors.y : factors.x);",
-        "two factors in a register each, and two orders",
+        "unit < 2 ? twice_half<0>(factors) : twice_half<1>(factors)",
+        "unit < 2 ? twice_half<1>(factors) : twice_half<0>(factors)",
+        "two factors in a register, and two orders",
         "Real FP4 storage",
     ),
     Mutant(

@@ -312,7 +312,7 @@ struct Reader<RecordId::MainFp4, kBankRows> {
         uint4 words;
         uint32_t scales;
     };
-    using Factors = uint2;
+    using Factors = uint32_t;
 
     // 64 bytes of records 2 i and 2 i + 1 are read at once: in different banks.
     static __device__ __forceinline__ int chunk(int i, int c) {
@@ -327,14 +327,14 @@ struct Reader<RecordId::MainFp4, kBankRows> {
                 *reinterpret_cast<const uint16_t*>(slot + scales(i) + 8 * span + 2 * t)};
     }
     static __device__ __forceinline__ Factors factors(const Codes& codes) {
-        return e4m3_factors(codes.scales);
+        return e4m3_factor_pair(codes.scales);
     }
     static __device__ __forceinline__ uint4 values(const Codes& codes, const Factors& factors,
                                                    int unit) {
         const uint32_t words[] = {codes.words.x, codes.words.y, codes.words.z, codes.words.w};
         uint32_t word = words[unit];
         cute::warpgroup_fence_operand(word);
-        return e2m1_paired(word, unit < 2 ? factors.x : factors.y);
+        return e2m1_paired(word, unit < 2 ? twice_half<0>(factors) : twice_half<1>(factors));
     }
 };
 

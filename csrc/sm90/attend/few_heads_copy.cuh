@@ -81,6 +81,12 @@ struct Copier {
         query.load(p, item / plan.splits, part, warp, fresh(lane));
     }
 
+    __device__ __forceinline__ void prefetch(int32_t item) const {
+        if (item >= plan.items) return;
+        if (warp == 0) prefetch_lists(p, item / plan.splits, seldom<kHeads>(lane));
+        if (warp == 1) prefetch_query(p, item / plan.splits, seldom<kHeads>(lane));
+    }
+
     __device__ __forceinline__ void look_at(int32_t item) {
         plan.know_lists(p);
         next.start(p, item / plan.splits);
@@ -95,15 +101,13 @@ struct Copier {
         int32_t ahead = find(run.begin);
         for (int32_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
             const int32_t later = item + static_cast<int32_t>(gridDim.x);
+            if (kWhole && item != static_cast<int32_t>(blockIdx.x)) prefetch(later);
             const int32_t put = put_before(item);
             uint32_t places = 0;  // of the records of two tiles
             for (int32_t tile = run.begin;; ++tile) {
                 if (tile == put) {
                     put_query(item);
-                    if (later < plan.items) {
-                        if (warp == 0) prefetch_lists(p, later / plan.splits, seldom<kHeads>(lane));
-                        if (warp == 1) prefetch_query(p, later / plan.splits, seldom<kHeads>(lane));
-                    }
+                    if (!kWhole || item == static_cast<int32_t>(blockIdx.x)) prefetch(later);
                 }
                 if (tile == run.end) break;
                 const bool window = run.tiles.is_window(tile);
