@@ -102,7 +102,8 @@ def alike_case(heads: int, rows: int, place: str, weak: int) -> Case:
 
     Dims 0..4 of records and queries make the logits, which have the base 2; `place` is where weak
     records are: in the window, in the window and a tile of holes behind them (rows of two workers
-    deal tiles out), or with lesser ones in a tile of the selection.
+    deal tiles out), in the first of two tiles of a window before a list of eight, or with lesser
+    ones in a tile of the selection.
     """
     fillers = 64 - weak if place == "selection" else 0
     kv = randn(weak + fillers + 2, 512, seed=1).float()
@@ -121,9 +122,9 @@ def alike_case(heads: int, rows: int, place: str, weak: int) -> Case:
     holes = 64 if place == "holes" else 0
     window, window_slots = filled_pages("WindowFp8", 64, kv[: max(first, 1)].bfloat16())
     main, slots = filled_pages("MainFp4", 64, kv[first:].bfloat16())
-    lists = torch.full((rows, 256), -1, dtype=torch.int32)
+    lists = torch.full((rows, 512 if place == "models" else 256), -1, dtype=torch.int32)
     lists[:, holes : holes + len(slots)] = slots
-    window_lists = torch.full((rows, 64), -1, dtype=torch.int32)
+    window_lists = torch.full((rows, 128 if place == "models" else 64), -1, dtype=torch.int32)
     window_lists[:, : len(window_slots)] = window_slots
     return Case(
         q=q.bfloat16(),
@@ -138,7 +139,7 @@ def alike_case(heads: int, rows: int, place: str, weak: int) -> Case:
 @pytest.mark.parametrize("rows", [1, 20, 60, 140])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("weak", [1, 3])
-@pytest.mark.parametrize("place", ["window", "holes", "selection"])
+@pytest.mark.parametrize("place", ["window", "holes", "models", "selection"])
 def test_largest_weight_is_exact(place, weak, heads, rows, device):
     case = alike_case(heads, 1, place, weak)
     many = case.rows(torch.zeros(rows, dtype=torch.int64))
