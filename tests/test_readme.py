@@ -106,8 +106,16 @@ def test_linked_files_exist():
     "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=str
 )
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
-        assert (path.parent / target).exists(), target
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text()):
+        linked = path.parent / target if target else path
+        assert linked.exists(), target
+        assert not heading or heading in anchors(linked), f"{target}#{heading}"
+
+
+def anchors(path: Path) -> list[str]:
+    """What links call the headings of a document."""
+    headings = re.findall(r"^#+ (.+)", path.read_text(), re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("stage", ["compress"])
