@@ -399,25 +399,10 @@ cudaError_t launch_few_rows(const AttendParams& p, Plan plan, int32_t tiles, cud
 template <int kHeads>
 int32_t pieces_of(const AttendParams& p, int32_t tiles) {
     using Kernel = KernelOf<kHeads>;
-    struct Resident {
-        int clusters[kLargestCluster + 1] = {};
-    };
-    static const Resident resident = [] {
-        Resident found;
-        raise_limits(Kernel::kKernel, Kernel::kShared);
-        for (int32_t size = 1; size <= kLargestCluster; ++size) {
-            const ClusterLaunch launch(1, size, kThreads, Kernel::kShared);
-            if (cudaOccupancyMaxActiveClusters(&found.clusters[size], Kernel::kKernel,
-                                               &launch.config) != cudaSuccess) {
-                cudaGetLastError();
-                found.clusters[size] = 0;
-            }
-        }
-        return found;
-    }();
+    const auto& resident = resident_clusters<Kernel::kKernel>(kThreads, Kernel::kShared);
     const int64_t clusters = int64_t{p.rows} * ((p.heads + kHeads - 1) / kHeads);
     int32_t pieces = std::clamp(tiles, 1, Kernel::kMostPieces);
-    while (pieces > 1 && resident.clusters[pieces] < clusters) --pieces;
+    while (pieces > 1 && resident.of_size[pieces] < clusters) --pieces;
     const int32_t run = (tiles + pieces - 1) / pieces;
     return run > 0 ? (tiles + run - 1) / run : 1;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "sm90/common/per_device.h"
 #include "sm90/kernels.h"
 
 namespace flash_csa::sm90 {
@@ -44,17 +45,20 @@ struct ClusterLaunch {
     ClusterLaunch(const ClusterLaunch&) = delete;  // the configuration points into it
 };
 
-// The largest of the sizes 16, 8, .. 2 of which `clusters` are resident at once; 1 if none is.
-// Asks the driver once for each kernel: threads and shared bytes are always the same.
+// How many clusters of a kernel are resident at once, by their size in blocks.
+struct ResidentClusters {
+    int of_size[kLargestCluster + 1] = {};
+};
+
+// On the current device, which is asked once for each kernel: threads and shared bytes are always
+// the same.
 template <auto kKernel>
-int32_t cluster_size_for(int64_t clusters, int threads, size_t shared) {
-    struct Resident {
-        int of_size[kLargestCluster + 1] = {};
-    };
-    static const Resident resident = [&] {
-        Resident found;
+const ResidentClusters& resident_clusters(int threads, size_t shared) {
+    static PerDevice<ResidentClusters> known;
+    return known.of_current([&] {
+        ResidentClusters found;
         raise_limits(kKernel, shared);
-        for (int32_t size = kLargestCluster; size > 1; size /= 2) {
+        for (int32_t size = 1; size <= kLargestCluster; ++size) {
             const ClusterLaunch launch(1, size, threads, shared);
             if (cudaOccupancyMaxActiveClusters(&found.of_size[size], kKernel, &launch.config) !=
                 cudaSuccess) {
@@ -63,7 +67,13 @@ int32_t cluster_size_for(int64_t clusters, int threads, size_t shared) {
             }
         }
         return found;
-    }();
+    });
+}
+
+// The largest of the sizes 16, 8, .. 2 of which `clusters` are resident at once; 1 if none is.
+template <auto kKernel>
+int32_t cluster_size_for(int64_t clusters, int threads, size_t shared) {
+    const ResidentClusters& resident = resident_clusters<kKernel>(threads, shared);
     int32_t size = kLargestCluster;
     while (size > 1 && resident.of_size[size] < clusters) size /= 2;
     return size;
