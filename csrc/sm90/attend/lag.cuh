@@ -14,4 +14,11 @@ __device__ __forceinline__ float slack_of(float sum) {
     return fminf(fmaxf(__log2f(sum) - kLog2Alike, 0.f), kMost);
 }
 
+// Of a sum that a quad of lanes has parts of.
+__device__ __forceinline__ float slack_of_quad(float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return slack_of(sum);
+}
+
 }  // namespace flash_csa::sm90

@@ -101,12 +101,7 @@ struct Softmax {
     // q . k no shuffle gets through.
     __device__ __forceinline__ void find_limits() {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float total = sum[h];
-            total += __shfl_xor_sync(~0u, total, 1);
-            total += __shfl_xor_sync(~0u, total, 2);
-            limit[h] = max[h] + slack_of(total);
-        }
+        for (int h = 0; h < 2; ++h) limit[h] = max[h] + slack_of_quad(sum[h]);
     }
 
     // Probabilities of one half of the tile's records, in place.

@@ -251,12 +251,7 @@ struct Wide : Sharing<64, Part<64, Shared<64>, kPieces>> {
     // For the next tile.
     __device__ __forceinline__ void find_limits() {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float total = sum[half];
-            total += __shfl_xor_sync(~0u, total, 1);
-            total += __shfl_xor_sync(~0u, total, 2);
-            limit[half] = max[half] + slack_of(total);
-        }
+        for (int half = 0; half < 2; ++half) limit[half] = max[half] + slack_of_quad(sum[half]);
     }
     __device__ __forceinline__ void raise(float (&largest)[2], float scale) {
 #pragma unroll
