@@ -27,9 +27,6 @@ FCSA_HD bool closes(int32_t position, int32_t ratio) {
 // Entry to which the token at a position (not padded) belongs.
 FCSA_HD int32_t entry_of(int32_t position, int32_t ratio) { return position / ratio; }
 
-// First token of an entry's group, which is also the entry's RoPE position.
-FCSA_HD int32_t group_start(int32_t entry, int32_t ratio) { return entry * ratio; }
-
 // Oldest position in the window of a query; first is the oldest that the window storage holds
 // (bounded replay), 0 otherwise.
 FCSA_HD int32_t window_first(int32_t position, int32_t window, int32_t first = 0) {

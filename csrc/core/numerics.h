@@ -242,10 +242,6 @@ FCSA_HD void encode_groups_main(const uint16_t* x, uint8_t* codes, uint8_t* scal
     pack_nibbles<16 * kGroups>(nibbles, codes);
 }
 
-FCSA_HD void encode_group_main(const uint16_t* x, uint8_t* codes, uint8_t* scale) {
-    encode_groups_main<1>(x, codes, scale);
-}
-
 // IndexFp4: 32 values -> 16 bytes and a UE8M0 scale.
 FCSA_HD void encode_group_index(const uint16_t* x, uint8_t* codes, uint8_t* scale) {
     index_scale(bf16_to_f32(absmax<32>(x)), scale);
@@ -301,11 +297,6 @@ FCSA_HD void decode_groups_main(const uint8_t* codes, const uint8_t* scales, Out
             put_value(mul_rn(decode_e2m1(nibbles[16 * g + i]), scale), &out[16 * g + i]);
         }
     }
-}
-
-template <class Out>
-FCSA_HD void decode_group_main(const uint8_t* codes, uint8_t scale, Out* out) {
-    decode_groups_main<1>(codes, &scale, out);
 }
 
 template <class Out>

@@ -3,7 +3,8 @@
 //   score[t, j] = sum over heads h of w[t, h] * max(0, q[t, h] . k[j])
 //
 // The dot of one 32-channel group of E2M1 values is an exact integer count of quarters; the FP32
-// roundings after it are fixed by combine_groups and sum_heads (docs/numerics.md).
+// roundings after it are fixed by combine_groups, accumulate_head and combine_lanes
+// (docs/numerics.md).
 #pragma once
 
 #include <cstdint>
@@ -58,13 +59,6 @@ FCSA_HD void half_units_row(const uint8_t* codes, int8_t* units) {
     FCSA_VECTORISE for (int i = 0; i < kIndexDims; ++i) units[i] = e2m1_half_units(nibbles[i]);
 }
 
-// Exact dot of one group, in quarters: at most 32 * 12 * 12 = 4608.
-FCSA_HD int32_t group_dot(const int8_t* q, const int8_t* k) {
-    int32_t quarters = 0;
-    for (int i = 0; i < kIndexGroupDims; ++i) quarters += q[i] * k[i];
-    return quarters;
-}
-
 // 2^(q exponent + k exponent) as an FP32 product: beyond the normal range it rounds like any other
 // product (subnormal, 0 or Inf), and a NaN scale makes it NaN.
 FCSA_HD float scale_product(uint8_t q, uint8_t k) {
@@ -98,27 +92,6 @@ FCSA_HD float accumulate_head(float partial, float weight, float dot) {
 FCSA_HD float combine_lanes(const float* partials) {
     return canonical_nan(
         add_rn(add_rn(partials[0], partials[1]), add_rn(partials[2], partials[3])));
-}
-
-FCSA_HD float sum_heads(const float* dots, const float* weights, int heads) {
-    float partials[kHeadLanes] = {};
-    for (int h = 0; h < heads; ++h) {
-        float& partial = partials[head_lane(h)];
-        partial = accumulate_head(partial, weights[h], dots[h]);
-    }
-    return combine_lanes(partials);
-}
-
-// Dot of one query head (half units and four scale bytes) with one key in the same form.
-FCSA_HD float head_dot(const int8_t* q, const uint8_t* q_scales, const int8_t* k,
-                       const uint8_t* k_scales) {
-    int32_t quarters[kIndexGroups];
-    float scales[kIndexGroups];
-    for (int g = 0; g < kIndexGroups; ++g) {
-        quarters[g] = group_dot(q + g * kIndexGroupDims, k + g * kIndexGroupDims);
-        scales[g] = scale_product(q_scales[g], k_scales[g]);
-    }
-    return combine_groups(quarters, scales);
 }
 
 }  // namespace flash_csa

@@ -10,7 +10,7 @@ int main() {
     CHECK(n_vis(126, 128) == 0 && n_vis(127, 128) == 1);
     CHECK(n_vis(-1, 1) == 0 && n_vis(-1, 4, true) == 0);
     CHECK(closes(3, 4) && !closes(2, 4) && closes(0, 1) && !closes(-1, 1));
-    CHECK(entry_of(7, 4) == 1 && group_start(1, 4) == 4);
+    CHECK(entry_of(7, 4) == 1 && entry_of(8, 4) == 2);
     CHECK(window_first(200, 128) == 73 && window_length(200, 128) == 128);
     CHECK(window_first(5, 128) == 0 && window_length(5, 128) == 6);
     CHECK(window_first(200, 128, 150) == 150 && window_length(200, 128, 150) == 51);

@@ -12,6 +12,7 @@
 #include "core/causal.h"
 #include "core/numerics.h"
 #include "core/scoring.h"
+#include "head_scores.h"
 
 using namespace flash_csa;
 
@@ -100,8 +101,8 @@ struct Groups {  // encoders and what they wrote, decoded
         if (i % 64 == 0) x[5] = 0x7f80;
         switch (word) {
             case 0:
-                encode_group_main(x, codes, &scale);
-                decode_group_main(codes, scale, back);
+                encode_groups_main<1>(x, codes, &scale);
+                decode_groups_main<1>(codes, &scale, back);
                 return digest<8>(codes) ^ digest<16>(back) ^ scale;
             case 1:
                 encode_group_index(x, codes, &scale);

@@ -12,6 +12,7 @@
 #include "core/causal.h"
 #include "core/numerics.h"
 #include "core/scoring.h"
+#include "head_scores.h"
 
 namespace py = pybind11;
 
@@ -56,6 +57,11 @@ Array<Out> decode(const Array<uint8_t>& codes, const Array<Scale>& scales) {
         kDecode(codes.data() + i * kCodes, scales.data()[i], out.mutable_data() + i * kWidth);
     }
     return out;
+}
+
+template <class Out>
+void decode_group_main(const uint8_t* codes, uint8_t scale, Out* out) {
+    decode_groups_main<1>(codes, &scale, out);
 }
 
 template <int kWidth>
@@ -148,13 +154,12 @@ void define_scalars(py::module_& m) {
     m.def("n_vis", py::vectorize(n_vis));
     m.def("closes", py::vectorize(closes));
     m.def("entry_of", py::vectorize(entry_of));
-    m.def("group_start", py::vectorize(group_start));
     m.def("window_first", py::vectorize(window_first));
     m.def("window_length", py::vectorize(window_length));
 }
 
 void define_rows(py::module_& m) {
-    m.def("encode_group_main", &encode<16, 8, 1, uint8_t, encode_group_main>);
+    m.def("encode_group_main", &encode<16, 8, 1, uint8_t, encode_groups_main<1>>);
     m.def("encode_row_main", &encode<512, 256, 32, uint8_t, encode_groups_main<32>>);
     m.def("encode_group_index", &encode<32, 16, 1, uint8_t, encode_group_index>);
     m.def("encode_group_fp8_32", &encode<32, 32, 1, uint8_t, encode_group_fp8<32>>);

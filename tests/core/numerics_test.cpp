@@ -54,17 +54,17 @@ void test_bf16() {
 
 void test_main_group() {
     uint8_t codes[8], scale = 0;
-    encode_group_main(
+    encode_groups_main<1>(
         group<16>({.5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6, -0.0f}).data(),
         codes, &scale);
     const uint8_t expected[8] = {0x21, 0x43, 0x65, 0x07, 0xa9, 0xcb, 0xed, 0x8f};
     CHECK(scale == 0x38 && std::memcmp(codes, expected, 8) == 0);
 
-    encode_group_main(group<16>({}).data(), codes, &scale);
+    encode_groups_main<1>(group<16>({}).data(), codes, &scale);
     CHECK(scale == 0x01 && codes[0] == 0);
-    encode_group_main(group<16>({6.375f}).data(), codes, &scale);
+    encode_groups_main<1>(group<16>({6.375f}).data(), codes, &scale);
     CHECK(scale == 0x38 && codes[0] == 7);
-    encode_group_main(group<16>({1, kInf}).data(), codes, &scale);
+    encode_groups_main<1>(group<16>({1, kInf}).data(), codes, &scale);
     CHECK(scale == kNanE4M3 && codes[0] == 0);
 }
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "check.h"
+#include "head_scores.h"
 
 namespace flash_csa {
 namespace {
