@@ -12,7 +12,7 @@ import torch
 from . import ours, provenance
 from .cases import PAGE, WORKING_SET, Case
 from .inputs import Inputs
-from .peers import COOPERATIVE_ROWS, Peers
+from .peers import COOPERATIVE_ROWS, DECODE_HEADS, Peers
 from .results import KEYS, Row
 from .timing import (
     FEW_SAMPLES,
@@ -115,7 +115,7 @@ class Bench:
         one_us, allocated = self.timer.once(work.calls[0])
         count = _affordable(case, len(work.calls), one_us)
         our_graph = Graph(work.calls[:count])
-        peer, peer_graph = self._fastest(sides, count, notes)
+        peer, peer_graph, peers_us = self._fastest(sides, count, notes)
         graphs = [our_graph] + ([peer_graph] if peer_graph else [])
         taken = self.timer.interleaved(graphs, 1)
         more = _wanted_samples(taken, count) - 1
@@ -135,6 +135,7 @@ class Bench:
             peer=peer or None,
             peer_us=peer_us,
             peer_samples=len(taken[1]) if peer_graph else 0,
+            peers_us=peers_us,
             ratio=peer_us / median_us if peer_us else None,
             bytes=cost.nbytes,
             flops=cost.flops,
@@ -164,8 +165,10 @@ class Bench:
 
     def _fastest(
         self, sides: dict[str, list[Callable[[], Any]]], count: int, notes: list[str]
-    ) -> tuple[str, Graph | None]:
+    ) -> tuple[str, Graph | None, dict[str, float]]:
+        """The best of a peer's alternatives, and what each took in a few samples of its own."""
         best: tuple[float, str, Graph | None] = (math.inf, "", None)
+        taken = {}
         for name, calls in sides.items():
             try:
                 graph = Graph(calls[:count])
@@ -173,9 +176,10 @@ class Bench:
             except Exception as error:
                 notes.append(f"peer {name} failed: {_first_line(error)}")
                 continue
+            taken[name] = round(us, 1)
             if us < best[0]:
                 best = (us, name, graph)
-        return best[1], best[2]
+        return *best[1:], taken
 
     def _row(self, case: Case, samples: list[float], **values: Any) -> Row:
         us = statistics.median(samples)
@@ -187,6 +191,7 @@ class Bench:
             "ours_us": us,
             "ours_samples": len(samples),
             "peer_samples": 0,
+            "peers_us": {},
             "bytes": 0,
             "flops": 0,
             "scratch_bytes": 0,
@@ -211,11 +216,22 @@ def peer_notes(case: Case, peer: str, us: float | None) -> list[str]:
     if abs(off) <= PEER_TOLERANCE:
         return []
     note = f"peer {off:+.0%} off its recorded {case.peer_us} us"
-    if case.kind in ("index_select", "reindex"):
-        recorded = "cooperative_topk" if case["rows"] <= COOPERATIVE_ROWS else "persistent_topk"
-        if not peer.endswith(recorded):
-            note += f", which is with {recorded}; {peer.split()[-1]} is faster here"
+    recorded = _recorded_with(case)
+    taken = peer.replace(" + ", ", ").rpartition(", ")[2]
+    if recorded and taken != recorded:
+        note += f", which is with {recorded}; less with {taken}"
     return [note]
+
+
+def _recorded_with(case: Case) -> str:
+    """Of a peer's alternatives that which the recorded time is of, as its name ends."""
+    if case.kind in ("index_select", "reindex"):
+        return "cooperative_topk" if case["rows"] <= COOPERATIVE_ROWS else "persistent_topk"
+    if case.kind == "attend_prefill":
+        return f"{case['heads']} heads"
+    if case.stage == "attend":
+        return f"{max(DECODE_HEADS[0], case['heads'])} heads"
+    return ""
 
 
 def _affordable(case: Case, count: int, one_us: float) -> int:

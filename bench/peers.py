@@ -31,7 +31,9 @@ from .inputs import Inputs
 from .ours import Call, Work
 
 SCALE = HEAD_DIM**-0.5
-MIN_HEADS = 64  # of the decode kernel and of the fused store: fewer are padded
+MIN_HEADS = 64  # of the fused store: fewer are padded
+DECODE_HEADS = (64, 128)  # of FlashMLA's decode kernel: fewer are padded to either
+PREFILL_HEADS = 64  # its prefill takes fewer, but not always in less time
 TOPK_WORKSPACE = 1 << 20
 COOPERATIVE_ROWS = 64  # at most, of vLLM's cooperative top-k
 STORE_PAGE = 32
@@ -112,7 +114,13 @@ class Peers:
     # FlashMLA
 
     def _attend_decode(self, case: Case, inputs: Inputs, work: Work) -> dict[str, list[Call]]:
-        heads = max(MIN_HEADS, case["heads"])
+        return {
+            f"FlashMLA sparse decode, {heads} heads": self._decode(case, heads, inputs, work)
+            for heads in DECODE_HEADS
+            if heads >= case["heads"]
+        }
+
+    def _decode(self, case: Case, heads: int, inputs: Inputs, work: Work) -> list[Call]:
         main = _records_584(inputs.pages("MixedFp8", case["records"]))
         window = _records_584(inputs.pages("MixedFp8", case["windows"]))
         sink = work.content["shared"]["sink"].repeat(heads // case["heads"])
@@ -136,25 +144,27 @@ class Peers:
             q = instance["q"].repeat(1, heads // case["heads"], 1)[:, None]
             lists = (instance["window"].slots[:, None], slots(instance)[:, None])
             calls.append(partial(call, q, *(x.contiguous() for x in lists)))
-        return {"FlashMLA sparse decode": calls}
+        return calls
 
     def _attend_prefill(self, case: Case, inputs: Inputs, work: Work) -> dict[str, list[Call]]:
         rows, records = case["rows"], case["records"]
         pages = work.content["shared"]["main"]
         kv = load(pages, inputs.arange(records))[:, None]
-        sink = work.content["shared"]["sink"]
+        instances = work.content["instances"]
         listed = case["k"] + WINDOW
-        calls = [
-            partial(
-                torch.ops._flashmla_C.sparse_prefill_fwd,
-                instance["q"],
-                kv,
-                inputs.ascending(rows, listed, records)[:, None].contiguous(),
-                *(SCALE, HEAD_DIM, sink, None, None),
-            )
-            for instance in work.content["instances"]
-        ]
-        return {"FlashMLA sparse prefill": calls}
+        lists = [inputs.ascending(rows, listed, records)[:, None].contiguous() for _ in instances]
+        sides = {}
+        for heads in sorted({case["heads"], max(PREFILL_HEADS, case["heads"])}):
+            times = heads // case["heads"]
+            options = (SCALE, HEAD_DIM, work.content["shared"]["sink"].repeat(times), None, None)
+            sides[f"FlashMLA sparse prefill, {heads} heads"] = [
+                partial(
+                    torch.ops._flashmla_C.sparse_prefill_fwd,
+                    *(instance["q"].repeat(1, times, 1), kv, slots, *options),
+                )
+                for instance, slots in zip(instances, lists, strict=True)
+            ]
+        return sides
 
     # DeepGEMM, vLLM's top-k
 

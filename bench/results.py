@@ -10,7 +10,7 @@ from .cases import CASES
 
 KEYS = (
     *("case", "stage", "shape", "ours_us", "ours_samples", "peer", "peer_us", "peer_samples"),
-    *("ratio", "bytes", "flops", "gbps", "tflops", "ceiling", "fraction", "launches"),
+    *("peers_us", "ratio", "bytes", "flops", "gbps", "tflops", "ceiling", "fraction", "launches"),
     *("scratch_bytes", "dram_bytes", "instances", "page_size", "record", "device", "torch", "cuda"),
     *("clock", "power", "tree_core", "tree_common", "tree_stage", "dirty", "note", "date"),
 )

@@ -151,13 +151,19 @@ def test_notes_about_a_peer():
     assert measure.peer_notes(case, name.format("cooperative_topk"), 82.0) == []
     far = "peer -19% off its recorded 80.1 us"
     assert measure.peer_notes(case, name.format("cooperative_topk"), 65.0) == [far]
-    why = ", which is with cooperative_topk; persistent_topk is faster here"
+    why = ", which is with cooperative_topk; less with persistent_topk"
     assert measure.peer_notes(case, name.format("persistent_topk"), 65.0) == [far + why]
     reindex = CASES["reindex.1x1048576"]
     assert measure.peer_notes(reindex, name.format("persistent_topk"), 65.0) == [far + why]
     assert measure.peer_notes(CASES["compress.r2.decode64"], "vLLM", 23.0) == [
         "peer +100% off its recorded 11.5 us"
     ]
+    prefill, far = CASES["attend.prefill.h8.q4096"], "peer -20% off its recorded 763.0 us"
+    assert measure.peer_notes(prefill, "FlashMLA, 8 heads", 610.4) == [far]
+    why = ", which is with 8 heads; less with 128 heads"
+    assert measure.peer_notes(prefill, "FlashMLA, 128 heads", 610.4) == [far + why]
+    decode, far = CASES["attend.decode.h8.b64"], "peer -20% off its recorded 45.2 us"
+    assert measure.peer_notes(decode, "FlashMLA, 64 heads", 36.16) == [far]
 
 
 def test_a_row(bench, tmp_path):
@@ -167,7 +173,10 @@ def test_a_row(bench, tmp_path):
     assert row["ratio"] == 2.5 and row["ours_samples"] == row["peer_samples"] == timing.SAMPLES
     assert row["bytes"] == case.cost.nbytes and row["gbps"] == row["bytes"] / 100 / 1e3
     assert row["ceiling"] == "launch 1.30 us" and row["fraction"] == pytest.approx(0.013)
-    assert row["note"] == "peer +1523% off its recorded 15.4 us"
+    assert row["peer"] == "peer" and row["peers_us"] == {"peer": 100.0}
+    assert row["note"] == (
+        "peer +1523% off its recorded 15.4 us, which is with 64 heads; less with peer"
+    )
     results.save(tmp_path / "x.jsonl", {case.name: row})
     (line,) = (tmp_path / "x.jsonl").read_text().splitlines()
     assert list(json.loads(line)) == list(results.KEYS)
@@ -347,6 +356,41 @@ def test_missing_peers_are_one_line(tmp_path, monkeypatch):
     found = peers.Peers()
     assert found.missing.startswith("no peers: ") and "\n" not in found.missing
     assert found.build(CASES["select.1x131072"], Inputs("cpu"), ours.Work([])) == {}
+
+
+class FakeFlashMLA:
+    """Takes the kernels' arguments; a result is the number of heads."""
+
+    def sparse_decode_fwd(self, q, window, slots, lengths, sink, schedule, splits, *more):
+        assert q.shape[1:] == (1, len(sink), 512) and (schedule is None) == (splits is None)
+        return len(sink), None, f"schedule of {len(sink)}", "splits"
+
+    def sparse_prefill_fwd(self, q, kv, slots, scale, dim, sink, *more):
+        assert q.shape[1:] == (len(sink), 512) and len(slots) == len(q)
+        return len(sink)
+
+
+@pytest.mark.parametrize(
+    "name, widths",
+    [
+        ("decode.h8.b64", (64, 128)),
+        ("decode.h64.b64", (64, 128)),
+        ("contiguous.h128.b64.e8192", (128,)),
+        ("prefill.h32.q4096", (32, 64)),
+        ("prefill.h64.q4096", (64,)),
+        ("prefill.h128.q4096", (128,)),
+    ],
+)
+def test_heads_of_peers(name, widths, monkeypatch):
+    """Fewer heads than a kernel is good at are padded, and the best way counts."""
+    monkeypatch.setattr(torch.ops, "_flashmla_C", FakeFlashMLA(), raising=False)
+    made = peers.Peers.__new__(peers.Peers)
+    made.missing = ""
+    case, inputs = CASES[f"attend.{name}"].small(), Inputs("cpu")
+    sides = made.build(case, inputs, ours.build(case, inputs, 1))
+    assert [name.rpartition(", ")[2] for name in sides] == [f"{width} heads" for width in widths]
+    for width, calls in zip(widths, sides.values(), strict=True):
+        assert len(calls) == 1 and calls[0]() in (None, width)
 
 
 def test_packing_keeps_the_code_for_hopper():
