@@ -139,4 +139,14 @@ MUTANTS = (
         "a lane number copied from the line above",
         test="tests/test_attend_cuts.py::test_rows_of_a_small_batch",
     ),
+    Mutant(
+        1681,
+        "attend",
+        "64 heads: maxima lag however few records there are",
+        "sm90/attend/two_tiles_wide.cuh",
+        "limit[half] = max[half] + slack_of_quad(sum[half]);",
+        "limit[half] = max[half] + 8.f;",
+        "every weight is within its own bound, so that rounding the largest looks harmless",
+        test="tests/test_attend_maxima.py::test_largest_weight_is_exact",
+    ),
 )
