@@ -17,11 +17,12 @@ from ..accounting import (
 )
 from ..cache import CacheLayout, CacheSpec
 from ..plan import LayerPlan
-from ..sizes import default_num_sms, workspace_bytes
+from ..sizes import workspace_bytes
 from . import output
 
 CHUNK = 4096  # rows of the prefill chunk that the transient window is stated for
 DRAFTS = 3  # draft tokens of a step that the tail rings are stated for
+SMS = 144  # workers that workspaces are stated for: no Hopper has more; CPUs take no scratch
 REAL_LIMIT = 1 << 30  # bytes that are really allocated; they are never touched
 OPS = ("attend", "index_scores", "select", "index_select", "compress")
 
@@ -128,7 +129,7 @@ def _workspace(op: str, layout: CacheLayout, rows: int) -> int:
         k=plan.topk,
         max_entries=max((layout.max_entries(ratio) for ratio in plan.ratios), default=0),
         pool_blocks=plan.pool_blocks,
-        num_sms=default_num_sms(),
+        num_sms=SMS,
     )
 
 
@@ -182,6 +183,7 @@ def _print(plan: LayerPlan, result: dict[str, Any]) -> None:
 
 def _beside(plan: LayerPlan, result: dict[str, Any]) -> list[tuple[str, int]]:
     rows = f"{result['batch']} row{'s' * (result['batch'] > 1)}"
+    workspaces = result["workspace_nbytes"].items()
     return [
         (f"window, {len(plan.layers)} layers x {plan.window} tokens", result["window_nbytes"]),
         ("window, whole pages", result["window_ring_nbytes"]),
@@ -190,7 +192,7 @@ def _beside(plan: LayerPlan, result: dict[str, Any]) -> list[tuple[str, int]]:
         (f"tails, rings with {DRAFTS} drafts", result["tail_ring_nbytes"]),
         *((f"{name}, {rows}", size) for name, size in result["step_nbytes"].items()),
         *result["table_nbytes"].items(),
-        *((f"workspace of {op}", size) for op, size in result["workspace_nbytes"].items()),
+        *((f"workspace of {op}, {SMS} SMs", size) for op, size in workspaces),
     ]
 
 
