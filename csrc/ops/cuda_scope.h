@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -35,9 +36,9 @@ class CudaScope {
 // The kernels are machine code for sm_90a alone.
 inline void check_capability(const Check& check) {
     constexpr int kMaxDevices = 64;
-    static int known[kMaxDevices] = {};  // major * 10 + minor; a race writes the same value twice
+    static std::atomic<int> known[kMaxDevices] = {};  // major * 10 + minor
     const int32_t device = check.device();
-    int capability = device < kMaxDevices ? known[device] : 0;
+    int capability = device < kMaxDevices ? known[device].load() : 0;
     if (capability == 0) {
         int major = 0, minor = 0;
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
