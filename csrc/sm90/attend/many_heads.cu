@@ -155,23 +155,31 @@ __device__ __forceinline__ uint64_t uniform(uint64_t operand) {
     return (operand >> 32 << 32) | low;
 }
 
-// q . k^T of a tile: 32 steps of 16 dims. While they run, nobody else gets at shared memory: where
-// conversion binds, pauses let it in.
+// q . k^T of a tile: steps of 16 dims.
+inline constexpr int kScoreSteps = kHeadDim / 16;
+
+__device__ __forceinline__ void issue_score_steps(uint64_t q, uint64_t kv, float (&s)[32],
+                                                  int first, int end) {
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = first; k < end; ++k) {
+        const int at = k / 4 * kTilePanelBytes + k % 4 * 32;
+        multiply_64x64(advance(q, at), advance(kv, at), s, k > 0);
+    }
+    cute::warpgroup_commit_batch();
+}
+
+// All of them. While they run, nobody else gets at shared memory: where conversion binds, pauses
+// let it in.
 template <bool kPauses>
 __device__ __forceinline__ void issue_scores(uint64_t q, uint64_t kv, float (&s)[32]) {
-    constexpr int kSteps = kHeadDim / 16, kTogether = kPauses ? 2 : kSteps;
+    constexpr int kTogether = kPauses ? 2 : kScoreSteps;
     kv = uniform(kv);
 #pragma unroll
-    for (int first = 0; first < kSteps; first += kTogether) {
+    for (int first = 0; first < kScoreSteps; first += kTogether) {
         if (first > 0) cute::warpgroup_wait<0>();
         fence_registers(s);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k = first; k < first + kTogether; ++k) {
-            const int at = k / 4 * kTilePanelBytes + k % 4 * 32;
-            multiply_64x64(advance(q, at), advance(kv, at), s, k > 0);
-        }
-        cute::warpgroup_commit_batch();
+        issue_score_steps(q, kv, s, first, first + kTogether);
     }
 }
 
@@ -263,21 +271,24 @@ __device__ __forceinline__ void start_scores(Shared& shared, const Ring& ring, u
     issue_scores<kPauses>(q, advance(k_major(shared.kv[0]), ring.stage * kTileBytes), state.s);
 }
 
-// The other warpgroup's share of it.
-__device__ __forceinline__ void share_weights(Shared& shared, const RowPair& rows,
-                                              ScoreState& state) {
+// The other warpgroup's share of it is put down, and may be read.
+__device__ __forceinline__ void put_weights(Shared& shared, const RowPair& rows,
+                                            ScoreState& state) {
     shared.weights_empty.wait(state.weights_parity);
     state.weights_parity ^= 1;
     share(state.a, state.keep, rows, shared);
+}
+__device__ __forceinline__ void tell_weights(Shared& shared) {
     cutlass::arch::fence_view_async_shared();
     shared.weights_full.arrive();
 }
 
 // The softmax of a tile whose products are there, and the own half of p . v: the second half of the
-// probabilities is computed under the products with the first.
+// probabilities is computed under the products with the first, and put down for the other warpgroup
+// before the last ones, which hold up the warp.
 template <bool kPair>
-__device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, float scale,
-                                      ScoreState& state) {
+__device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, const RowPair& rows,
+                                      float scale, ScoreState& state) {
     const uint64_t present = present_records<kPair>(shared, ring.stage);
     const uint64_t kv =
         uniform(advance(mn_major(shared.kv[0], kTilePanelBytes), ring.stage * kTileBytes));
@@ -298,25 +309,39 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, float sc
     state.softmax.weigh(state.s, scale, 1);
     to_fragment(state.s, 2, state.a[2]);
     to_fragment(state.s, 3, state.a[3]);
+    put_weights(shared, rows, state);
     issue_values<2, 4>(operand, kv, state.o);
 }
 
 // The tiles of a piece but the last, which has its products then, as the first one has them
-// before. A tile is given back before the products of the next one are issued, which the
-// conversion of the one after that is under.
+// before. In a pair, and where conversion binds, a tile is given back before the products of the
+// next one are issued, which the conversion of the one after that is under. Else the first of them
+// are queued behind the own p . v.
 template <bool kPair, bool kPauses>
 __device__ __forceinline__ void score_tiles(Shared& shared, int count, const RowPair& rows,
                                             uint64_t q, float scale, Ring& ring,
                                             ScoreState& state) {
+    constexpr int kQueued = 4;  // steps
     for (int tile = 1; tile < count; ++tile) {
         Ring next = ring;
         next.advance();
-        weigh<kPair>(shared, ring, scale, state);
-        share_weights(shared, rows, state);
-        cute::warpgroup_wait<0>();
-        fence_registers(state.o.part);
-        give_tile_back<kPair, 0>(shared, ring.stage);
-        start_scores<kPauses>(shared, next, q, state);
+        weigh<kPair>(shared, ring, rows, scale, state);
+        tell_weights(shared);
+        if constexpr (kPair || kPauses) {
+            cute::warpgroup_wait<0>();
+            fence_registers(state.o.part);
+            give_tile_back<kPair, 0>(shared, ring.stage);
+            start_scores<kPauses>(shared, next, q, state);
+        } else {
+            const uint64_t kv = uniform(advance(k_major(shared.kv[0]), next.stage * kTileBytes));
+            shared.tile_full[next.stage].wait(next.parity);
+            fence_registers(state.s);
+            issue_score_steps(q, kv, state.s, 0, kQueued);
+            cute::warpgroup_wait<1>();
+            fence_registers(state.o.part);
+            give_tile_back<kPair, 0>(shared, ring.stage);
+            issue_score_steps(q, kv, state.s, kQueued, kScoreSteps);
+        }
         cute::warpgroup_wait<0>();
         fence_registers(state.s);
         ring = next;
@@ -327,8 +352,8 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, const Row
 template <bool kPair>
 __device__ __forceinline__ void score_last_tile(Shared& shared, const RowPair& rows, float scale,
                                                 const Ring& ring, ScoreState& state) {
-    weigh<kPair>(shared, ring, scale, state);
-    share_weights(shared, rows, state);
+    weigh<kPair>(shared, ring, rows, scale, state);
+    tell_weights(shared);
     cute::warpgroup_wait<0>();
     fence_registers(state.o.part);
 }
