@@ -12,7 +12,7 @@ import torch
 from . import ours, provenance
 from .cases import PAGE, WORKING_SET, Case
 from .inputs import Inputs
-from .peers import COOPERATIVE_ROWS, DECODE_HEADS, Peers
+from .peers import COOPERATIVE_ROWS, Peers, named
 from .results import KEYS, Row
 from .timing import (
     FEW_SAMPLES,
@@ -30,6 +30,7 @@ RECORDED = {"copy": 4.2e12, "read": 4.6e12, "gather": 3.9e12, "bf16": 797e12, "f
 RECORDED_LAUNCH_US = 1.3
 PEAK = {"H200": 4.8e12, "H100": 3.35e12}  # bytes/s of the datasheets: no time is below
 PEER_TOLERANCE = 0.10
+PEER_NOISE = 0.02  # another way to call a peer is faster by more than this, or is not shown
 EMPTY_LAUNCHES = 200
 
 
@@ -101,7 +102,7 @@ class Bench:
         return rows
 
     def measure(self, case: Case) -> Row:
-        """Ours and the peer's medians, interleaved.
+        """Medians of ours, the peer and, where it is faster, another way to call it, interleaved.
 
         Raises:
             BelowFloor: ours is faster than its bytes allow.
@@ -115,8 +116,8 @@ class Bench:
         one_us, allocated = self.timer.once(work.calls[0])
         count = _affordable(case, len(work.calls), one_us)
         our_graph = Graph(work.calls[:count])
-        peer, peer_graph, peers_us = self._fastest(sides, count, notes)
-        graphs = [our_graph] + ([peer_graph] if peer_graph else [])
+        peer, ways, peers_us = self._peer_graphs(case, sides, count, notes)
+        graphs = [our_graph, *ways.values()]
         taken = self.timer.interleaved(graphs, 1)
         more = _wanted_samples(taken, count) - 1
         for times, others in zip(taken, self.timer.interleaved(graphs, more), strict=True):
@@ -126,17 +127,25 @@ class Bench:
         cost = case.cost
         if median_us < cost.nbytes / self.ceilings.peak * 1e6:
             raise BelowFloor(f"{median_us:.2f} us for {cost.nbytes} bytes is below the byte floor")
-        peer_us = statistics.median(taken[1]) if peer_graph else None
+        taken_us = dict(zip(ways, map(statistics.median, taken[1:]), strict=True))
+        peers_us |= {name: round(us, 1) for name, us in taken_us.items()}
+        peer_us = taken_us.get(peer)
+        enough = (1 - PEER_NOISE) * taken_us.get(peer, math.inf)
+        best = next((name for name, us in taken_us.items() if us < enough), None)
+        best_us = taken_us.get(best)
         notes += peer_notes(case, peer, peer_us)
         ceiling, floor_us = self.ceilings.binding(case)
         row = self._row(
             case,
             taken[0],
-            peer=peer or None,
+            peer=peer if peer_us else None,
             peer_us=peer_us,
-            peer_samples=len(taken[1]) if peer_graph else 0,
+            peer_samples=len(taken[1]) if peer_us else 0,
             peers_us=peers_us,
             ratio=peer_us / median_us if peer_us else None,
+            best_peer=best,
+            best_peer_us=best_us,
+            best_ratio=best_us / median_us if best_us else None,
             bytes=cost.nbytes,
             flops=cost.flops,
             ceiling=ceiling,
@@ -163,12 +172,16 @@ class Bench:
             notes.append(f"peer failed: {_first_line(error)}")
             return {}
 
-    def _fastest(
-        self, sides: dict[str, list[Callable[[], Any]]], count: int, notes: list[str]
-    ) -> tuple[str, Graph | None, dict[str, float]]:
-        """The best of a peer's alternatives, and what each took in a few samples of its own."""
-        best: tuple[float, str, Graph | None] = (math.inf, "", None)
-        taken = {}
+    def _peer_graphs(
+        self,
+        case: Case,
+        sides: dict[str, list[Callable[[], Any]]],
+        count: int,
+        notes: list[str],
+    ) -> tuple[str | None, dict[str, Graph], dict[str, float]]:
+        """Which of the ways to call a peer is the peer; graphs of it and, if that is another, of
+        the fastest; what each way took in a few samples of its own."""
+        graphs, taken_us = {}, {}
         for name, calls in sides.items():
             try:
                 graph = Graph(calls[:count])
@@ -176,10 +189,10 @@ class Bench:
             except Exception as error:
                 notes.append(f"peer {name} failed: {_first_line(error)}")
                 continue
-            taken[name] = round(us, 1)
-            if us < best[0]:
-                best = (us, name, graph)
-        return *best[1:], taken
+            graphs[name], taken_us[name] = graph, round(us, 1)
+        fastest = min(graphs, key=taken_us.__getitem__, default=None)
+        peer = named(case, sides) or fastest
+        return peer, {name: graphs[name] for name in (peer, fastest) if name in graphs}, taken_us
 
     def _row(self, case: Case, samples: list[float], **values: Any) -> Row:
         us = statistics.median(samples)
@@ -210,28 +223,17 @@ class Bench:
         return row
 
 
-def peer_notes(case: Case, peer: str, us: float | None) -> list[str]:
+def peer_notes(case: Case, peer: str | None, us: float | None) -> list[str]:
     """That a peer's time is far from its recorded one, and why where that is known."""
     off = us / case.peer_us - 1 if us and case.peer_us else 0.0
-    if abs(off) <= PEER_TOLERANCE:
+    if peer is None or abs(off) <= PEER_TOLERANCE:
         return []
     note = f"peer {off:+.0%} off its recorded {case.peer_us} us"
-    recorded = _recorded_with(case)
-    taken = peer.replace(" + ", ", ").rpartition(", ")[2]
-    if recorded and taken != recorded:
-        note += f", which is with {recorded}; less with {taken}"
-    return [note]
-
-
-def _recorded_with(case: Case) -> str:
-    """Of a peer's alternatives that which the recorded time is of, as its name ends."""
     if case.kind in ("index_select", "reindex"):
-        return "cooperative_topk" if case["rows"] <= COOPERATIVE_ROWS else "persistent_topk"
-    if case.kind == "attend_prefill":
-        return f"{case['heads']} heads"
-    if case.stage == "attend":
-        return f"{max(DECODE_HEADS[0], case['heads'])} heads"
-    return ""
+        recorded = "cooperative_topk" if case["rows"] <= COOPERATIVE_ROWS else "persistent_topk"
+        if not peer.endswith(recorded):
+            note += f", which is with {recorded}; {peer.split()[-1]} is faster here"
+    return [note]
 
 
 def _affordable(case: Case, count: int, one_us: float) -> int:

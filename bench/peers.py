@@ -15,7 +15,7 @@ import os
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from .ours import Call, Work
 
 SCALE = HEAD_DIM**-0.5
 MIN_HEADS = 64  # of the fused store: fewer are padded
-DECODE_HEADS = (64, 128)  # of FlashMLA's decode kernel: fewer are padded to either
-PREFILL_HEADS = 64  # its prefill takes fewer, but not always in less time
+DECODE_HEADS = (64, 128)  # of FlashMLA's decode: fewer are padded, as the peer to the next of them
+PREFILL_HEADS = 64  # its prefill takes fewer, as the peer does, but not always in less time
 TOPK_WORKSPACE = 1 << 20
 COOPERATIVE_ROWS = 64  # at most, of vLLM's cooperative top-k
 STORE_PAGE = 32
@@ -95,7 +95,8 @@ class Peers:
         self._compress = (fused_compress_quant_cache, indexer_k_store)
 
     def build(self, case: Case, inputs: Inputs, work: Work) -> dict[str, list[Call]]:
-        """Closures for the same instances, by the peer's name; several where the best counts."""
+        """Closures for the same instances, by the peer's name; several where there are more ways
+        to call it than one: `named` says which of them is the peer."""
         builders: dict[str, Callable[..., dict[str, list[Call]]]] = {
             "attend_decode": self._attend_decode,
             "attend_prefill": self._attend_prefill,
@@ -313,6 +314,12 @@ class Peers:
             )
 
         return call
+
+
+def named(case: Case, sides: Iterable[str]) -> str | None:
+    """Of the ways to call a peer that which recorded times and bars are of: in attend the first,
+    with the fewest heads. None: the fastest counts."""
+    return next(iter(sides), None) if case.stage == "attend" else None
 
 
 def _records_584(pages: Pages) -> Tensor:

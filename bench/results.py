@@ -10,7 +10,8 @@ from .cases import CASES
 
 KEYS = (
     *("case", "stage", "shape", "ours_us", "ours_samples", "peer", "peer_us", "peer_samples"),
-    *("peers_us", "ratio", "bytes", "flops", "gbps", "tflops", "ceiling", "fraction", "launches"),
+    *("peers_us", "ratio", "best_peer", "best_peer_us", "best_ratio", "bytes", "flops", "gbps"),
+    *("tflops", "ceiling", "fraction", "launches"),
     *("scratch_bytes", "dram_bytes", "instances", "page_size", "record", "device", "torch", "cuda"),
     *("clock", "power", "tree_core", "tree_common", "tree_stage", "dirty", "note", "date"),
 )
@@ -65,6 +66,14 @@ def save(
 def is_current(row: Row, trees: dict[str, str], device: str) -> bool:
     """Whether the row measured these sources on this kind of device."""
     return row["device"] == device and all(row[key] == trees[key] for key in TREES)
+
+
+def best_way(row: Row) -> str:
+    """Another way to call the peer that is faster: how, its microseconds and ratio; "" without."""
+    if row["best_peer"] is None:
+        return ""
+    way = row["best_peer"].rpartition(", ")[2]
+    return f"{way}: {row['best_peer_us']:,.1f} / {row['best_ratio']:.2f}"
 
 
 def regressions(

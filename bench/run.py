@@ -226,6 +226,9 @@ def _print_rows(rows: list[results.Row], failures: dict[str, str]) -> None:
     table.add_column("case", no_wrap=True)
     for name in ("ours us", "peer us", "ratio", "must", "GB/s", "TFLOP/s", "of ceiling"):
         table.add_column(name, justify="right")
+    padded = any(map(results.best_way, rows))
+    if padded:
+        table.add_column("peer padded further, us / ratio", no_wrap=True)
     table.add_column("note", no_wrap=True)
     for row in rows:
         case = CASES[row["case"]]
@@ -238,11 +241,12 @@ def _print_rows(rows: list[results.Row], failures: dict[str, str]) -> None:
             f"{row['gbps']:,.0f}" if row["bytes"] else "",
             f"{row['tflops']:,.1f}" if row["flops"] else "",
             f"{row['fraction']:.0%} {row['ceiling']}" if row["fraction"] else "",
+            *([results.best_way(row)] if padded else []),
             row["note"][:40],
         )
     for name, message in failures.items():
-        table.add_row(name, "failed", "", "", "", "", "", "", message[:60])
-    Console(width=160, highlight=False).print(table, *_states(rows), sep="\n")
+        table.add_row(name, "failed", *[""] * (7 if padded else 6), message[:60])
+    Console(width=190, highlight=False).print(table, *_states(rows), sep="\n")
 
 
 def _states(rows: list[results.Row]) -> list[str]:

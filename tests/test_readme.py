@@ -92,6 +92,28 @@ def test_a_missed_bar_is_shown():
     assert render["bar"]({"case": "ceiling.copy", "ratio": None}) == ""
 
 
+def test_a_faster_way_to_call_the_peer_is_shown(monkeypatch):
+    """In a column of its own, which tables without such a row lack."""
+    render = runpy.run_path(str(ROOT / "docs" / "render.py"))
+    name, none = "attend.decode.h8.b64", {"best_peer": None, "best_peer_us": None}
+    best = {"best_peer": "FlashMLA, 128 heads", "best_peer_us": 1038.42, "best_ratio": 2.144}
+    rows = {key: row | none for key, row in results.load(render["H200"]).items()}
+    monkeypatch.setattr(results, "load", lambda path: rows)
+    for make in (render["bench_table"], lambda: render["rows_table"](["attend.decode.*"])):
+        rows[name] |= none
+        plain = make().split("\n\n")[0].splitlines()
+        rows[name] |= best
+        added = {}
+        for was, line in zip(plain, make().splitlines(), strict=False):
+            *cells, cell, ceiling = line.split(" | ")
+            assert " | ".join([*cells, ceiling]) == was
+            added.setdefault(cell, []).append(cells[0])
+        assert added.pop("peer padded further, us / ratio") == ["| case"]
+        assert added.pop("---") == ["| ---"]
+        (way,) = added.pop("128 heads: 1,038.4 / 2.14")
+        assert way.startswith(f"| `{name}`") and list(added) == [""]
+
+
 @pytest.mark.parametrize("target", re.findall(r"^make (\w+) ", README, re.M))
 def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
