@@ -149,11 +149,8 @@ struct PassesOf<RecordId::MainFp4> {
     }
 };
 
-// Four FP8 records; a lane has the chunks quarter + 4 panel of panels of one parity. Neighbouring
-// groups of four lanes have quarters 0 and 2, or 1 and 3.
-__device__ __forceinline__ int fp8_quarter(int lane) { return lane / 4 % 2 * 2 + lane / 8 % 2; }
-__device__ __forceinline__ int fp8_panel(int lane, int j) { return 2 * j + lane / 16; }
-
+// Four FP8 records; a lane has the chunks quarter + 4 panel of panels of one parity. Lanes are
+// dealt out so that neither what 8 neighbours read nor what they store meets a bank twice.
 template <>
 struct PassesOf<RecordId::WindowFp8> {
     static constexpr Record kRecord = record(RecordId::WindowFp8);
@@ -164,19 +161,27 @@ struct PassesOf<RecordId::WindowFp8> {
     static __device__ __forceinline__ int record_of(int lane) { return lane % 4; }
     static constexpr int kTogether = 4;
     static __device__ __forceinline__ int place(int record) { return record * kCopied; }
+    // Eight neighbours have quarters 0 and 2, or 1 and 3, of all records, which lie 16 bytes apart
+    // in the banks: records 2 and 3 would meet 0 and 1 there.
+    static __device__ __forceinline__ int quarter_of(int lane) {
+        return lane / 4 % 2 * 2 + lane / 8 % 2;
+    }
+    static __device__ __forceinline__ int panel_of(int lane, int j) {
+        return 2 * j + (lane / 16 ^ (lane % 8 / 2 == 1));
+    }
     static __device__ __forceinline__ void read(const uint8_t* from, int lane, LaneCodes& to) {
         const uint8_t* at = from + place(lane % 4);
-        const int quarter = fp8_quarter(lane);
+        const int quarter = quarter_of(lane);
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
-            const int panel = fp8_panel(lane, j);
+            const int panel = panel_of(lane, j);
             to.codes[j] = *reinterpret_cast<const uint4*>(at + 64 * panel + 16 * quarter);
             to.scales[j] = at[kRecord.data_bytes + 2 * panel + quarter / 2];
         }
     }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
-        const RowChunks mine(to, fp8_panel(lane, 0), 2 * fp8_quarter(lane));
+        const RowChunks mine(to, panel_of(lane, 0), 2 * quarter_of(lane));
         const uint2 scales =
             make_uint2(raw.scales[0] | raw.scales[1] << 16, raw.scales[2] | raw.scales[3] << 16);
         write_e4m3<kFirst, kEnd, true>(raw, scales, mine);
@@ -197,31 +202,40 @@ struct PassesOf<RecordId::MixedFp8> {
     }
     static_assert(kRecords * kRecord.bytes() <= kSlotBytes);
 
-    static __device__ __forceinline__ int record_of(int lane) { return lane % 4; }
+    // Eight neighbours have four quarters of two records, which lie 64 bytes apart in the banks.
+    static __device__ __forceinline__ int record_of(int lane) {
+        return lane % 2 + lane / 8 % 2 * 2;
+    }
+    static __device__ __forceinline__ int quarter_of(int lane) { return lane / 2 % 4; }
+    static __device__ __forceinline__ int panel_of(int lane, int j) { return 2 * j + lane / 16; }
     static constexpr int kTogether = 4;
     static __device__ __forceinline__ int place(int record) { return record * kCopied; }
-    // Of the last chunk: all lanes have BF16 values, a half of the record's each.
-    static __device__ __forceinline__ int last_panel(int lane) { return 8 - lane / 16; }
+    // Of the last chunk: all lanes have 8 BF16 values. Chunks 0 2 5 7 of two records lie, as 1 3 4
+    // 6 do, in 8 groups of banks, here and in the tile.
+    static __device__ __forceinline__ int last_chunk(int lane) {
+        const int quarter = quarter_of(lane);
+        return (2 * quarter + quarter / 2) ^ lane / 16;
+    }
     static __device__ __forceinline__ void read(const uint8_t* from, int lane, LaneCodes& to) {
-        const uint8_t* at = from + place(lane % 4) + 16 * fp8_quarter(lane);
+        const uint8_t* at = from + place(record_of(lane));
 #pragma unroll
-        for (int j = 0; j < kChunks; ++j) {
-            const int panel = j < 4 ? fp8_panel(lane, j) : last_panel(lane);
-            to.codes[j] = *reinterpret_cast<const uint4*>(at + 64 * panel);
-        }
-        const uint8_t* scales = from + scales_place(lane % 4);
+        for (int j = 0; j < 4; ++j)
+            to.codes[j] = *reinterpret_cast<const uint4*>(at + 64 * panel_of(lane, j) +
+                                                          16 * quarter_of(lane));
+        to.codes[4] = *reinterpret_cast<const uint4*>(at + 64 * kCoded + 16 * last_chunk(lane));
+        const uint8_t* scales = from + scales_place(record_of(lane));
         const uint2 all = *reinterpret_cast<const uint2*>(scales);
         to.scales[0] = all.x, to.scales[1] = all.y, to.scales[2] = to.scales[3] = 0;
     }
     template <int kFirst, int kEnd>
     static __device__ __forceinline__ void write(const LaneCodes& raw, int lane, TileRow to) {
-        const int quarter = fp8_quarter(lane);
-        const RowChunks mine(to, fp8_panel(lane, 0), 2 * quarter), others(to, kCoded, quarter);
+        const RowChunks mine(to, panel_of(lane, 0), 2 * quarter_of(lane));
+        const RowChunks others(to, kCoded, last_chunk(lane));
         const uint32_t bytes = lane < 16 ? 0x4240 : 0x4341;  // of the lane's panels, in halves
         const uint2 scales =
             make_uint2(permute(raw.scales[0], 0, bytes), permute(raw.scales[1], 0, bytes));
         write_e4m3 < kFirst, kEnd<4 ? kEnd : 4, false>(raw, scales, mine, lane < 16);
-        if (kEnd > 4) others.put(0, 4 * (last_panel(lane) - kCoded), bf16_paired(raw.codes[4]));
+        if (kEnd > 4) others.put(0, 0, bf16_paired(raw.codes[4]));
     }
 };
 
