@@ -42,7 +42,7 @@ using cutlass::arch::NamedBarrier;
 // 64 K registers: 128 a thread at entry. Scores hold 128 + 32 accumulators and 16 probabilities.
 template <bool kPair>
 struct Registers {
-    static constexpr int kScores = 208, kCopy = 56, kConvert = 80;
+    static constexpr int kScores = 208, kCopy = 48, kConvert = 80;
     static constexpr int kValues = 512 - kScores - kCopy - kConvert;
 };
 
@@ -123,7 +123,10 @@ struct Softmax {
     }
 };
 
-// Probabilities as the A operand of the products with the values: of 16 records.
+// Probabilities of a tile as the A operand of the products with the values: 16 records a step.
+inline constexpr int kValueSteps = kAttendTile / 16;
+using Weights = FragmentA[kValueSteps];
+
 __device__ __forceinline__ void to_fragment(const float (&s)[32], int k, FragmentA& a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -132,17 +135,13 @@ __device__ __forceinline__ void to_fragment(const float (&s)[32], int k, Fragmen
     }
 }
 
-// For the other warpgroup: probabilities and the weight of earlier tiles.
-__device__ __forceinline__ void share(const FragmentA (&a)[4], const float (&keep)[2],
-                                      const RowPair& rows, Shared& shared) {
-    // Of four 8 x 8 blocks (head, record) this lane addresses row lane % 8 of block lane / 8: heads
-    // from 0 or 8 on, then the same of the next 8 records.
-    const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % kWarps * 16 + lane % 16;
+// For the other warpgroup: probabilities, as the same lane there takes them, and the weight of
+// earlier tiles.
+__device__ __forceinline__ void share(const Weights& a, const float (&keep)[2], const RowPair& rows,
+                                      Shared& shared) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-        cute::SM90_U32x4_STSM_N::copy(
-            a[k][0], a[k][1], a[k][2], a[k][3],
-            *reinterpret_cast<cute::uint128_t*>(shared.p + panel_offset(head, 2 * k + lane / 16)));
+    for (int k = 0; k < kValueSteps; ++k)
+        shared.p[k][threadIdx.x % kWarpgroup] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
     if (threadIdx.x % 4 == 0) {
         shared.keep[rows.head[0]] = keep[0];
         shared.keep[rows.head[1]] = keep[1];
@@ -184,15 +183,17 @@ __device__ __forceinline__ void issue_scores(uint64_t q, uint64_t kv, float (&s)
 }
 
 // p . v of a tile, for one half of the columns: steps kFirst .. kEnd of 16 records.
-template <int kFirst, int kEnd, class Operand>
-__device__ __forceinline__ void issue_values(const Operand& operand, uint64_t kv, Output& o) {
+template <int kFirst, int kEnd>
+__device__ __forceinline__ void issue_values(Weights& a, uint64_t kv, Output& o) {
+#pragma unroll
+    for (int k = kFirst; k < kEnd; ++k) fence_registers(a[k]);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = kFirst; k < kEnd; ++k) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const int at = k * 16 * kPanelRowBytes + n * kProductPanels * kTilePanelBytes;
-            multiply_64x128(operand(k), advance(kv, at), o.part[n], true);
+            multiply_64x128(a[k], advance(kv, at), o.part[n], true);
         }
     }
     cute::warpgroup_commit_batch();
@@ -258,7 +259,7 @@ struct Sums {
 struct ScoreState {
     Output o;
     float s[32];  // products, then probabilities of a tile
-    FragmentA a[4];
+    Weights a;
     float keep[2];
     Softmax softmax;
     uint32_t weights_parity = 1;
@@ -271,15 +272,12 @@ __device__ __forceinline__ void start_scores(Shared& shared, const Ring& ring, u
     issue_scores<kPauses>(q, advance(k_major(shared.kv[0]), ring.stage * kTileBytes), state.s);
 }
 
-// The other warpgroup's share of it is put down, and may be read.
-__device__ __forceinline__ void put_weights(Shared& shared, const RowPair& rows,
-                                            ScoreState& state) {
+// The other warpgroup's share of it.
+__device__ __forceinline__ void share_weights(Shared& shared, const RowPair& rows,
+                                              ScoreState& state) {
     shared.weights_empty.wait(state.weights_parity);
     state.weights_parity ^= 1;
     share(state.a, state.keep, rows, shared);
-}
-__device__ __forceinline__ void tell_weights(Shared& shared) {
-    cutlass::arch::fence_view_async_shared();
     shared.weights_full.arrive();
 }
 
@@ -292,7 +290,6 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, const Ro
     const uint64_t present = present_records<kPair>(shared, ring.stage);
     const uint64_t kv =
         uniform(advance(mn_major(shared.kv[0], kTilePanelBytes), ring.stage * kTileBytes));
-    const auto operand = [&](int k) -> const FragmentA& { return state.a[k]; };
     float before[2];
     if (state.softmax.raise(state.s, scale, present, before)) {
         state.keep[0] = state.keep[1] = 1.f;
@@ -304,13 +301,13 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, const Ro
     to_fragment(state.s, 0, state.a[0]);
     to_fragment(state.s, 1, state.a[1]);
     fence_registers(state.o.part);
-    issue_values<0, 2>(operand, kv, state.o);
+    issue_values<0, 2>(state.a, kv, state.o);
     state.softmax.find_limits();
     state.softmax.weigh(state.s, scale, 1);
     to_fragment(state.s, 2, state.a[2]);
     to_fragment(state.s, 3, state.a[3]);
-    put_weights(shared, rows, state);
-    issue_values<2, 4>(operand, kv, state.o);
+    share_weights(shared, rows, state);
+    issue_values<2, 4>(state.a, kv, state.o);
 }
 
 // The tiles of a piece but the last, which has its products then, as the first one has them
@@ -326,7 +323,6 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, const Row
         Ring next = ring;
         next.advance();
         weigh<kPair>(shared, ring, rows, scale, state);
-        tell_weights(shared);
         if constexpr (kPair || kPauses) {
             cute::warpgroup_wait<0>();
             fence_registers(state.o.part);
@@ -353,7 +349,6 @@ template <bool kPair>
 __device__ __forceinline__ void score_last_tile(Shared& shared, const RowPair& rows, float scale,
                                                 const Ring& ring, ScoreState& state) {
     weigh<kPair>(shared, ring, rows, scale, state);
-    tell_weights(shared);
     cute::warpgroup_wait<0>();
     fence_registers(state.o.part);
 }
@@ -445,10 +440,17 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
     }
 }
 
+__device__ __forceinline__ void take_weights(const Shared& shared, Weights& a) {
+#pragma unroll
+    for (int k = 0; k < kValueSteps; ++k) {
+        const uint4 x = shared.p[k][threadIdx.x % kWarpgroup];
+        a[k][0] = x.x, a[k][1] = x.y, a[k][2] = x.z, a[k][3] = x.w;
+    }
+}
+
 template <bool kPair>
 __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& plan,
                                        const Cuts& cuts, Shared& shared) {
-    const uint64_t probabilities = uniform(k_major(shared.p));
     const uint64_t columns =
         mn_major(shared.kv[0] + kPanels / 2 * kTilePanelBytes, kTilePanelBytes);
     Ring ring;
@@ -472,15 +474,15 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
             shared.tile_full[ring.stage].wait(ring.parity);
             shared.weights_full.wait(weights_parity);
             weights_parity ^= 1;
+            Weights a;
+            take_weights(shared, a);
             const RowPair rows;
             rescale(o, shared.keep[rows.head[0]], shared.keep[rows.head[1]]);
             fence_registers(o.part);
-            issue_values<0, kAttendTile / 16>([&](int k) { return advance(probabilities, k * 32); },
-                                              uniform(advance(columns, ring.stage * kTileBytes)),
-                                              o);
+            issue_values<0, kValueSteps>(a, uniform(advance(columns, ring.stage * kTileBytes)), o);
+            shared.weights_empty.arrive();
             cute::warpgroup_wait<0>();
             fence_registers(o.part);
-            shared.weights_empty.arrive();
             if (tile + 1 < count) give_tile_back<kPair, 1>(shared, ring.stage);
         }
         shared.factor_full.wait(turn.number & 1);

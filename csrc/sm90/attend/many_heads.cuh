@@ -50,7 +50,7 @@ enum : uint32_t { kOfWindow = 1u << 8, kNoMore = 1u << 9 };
 struct Shared {
     uint8_t q[kTileBytes];
     uint8_t kv[kStages][kTileBytes];
-    uint8_t p[kTilePanelBytes];  // probabilities [64 heads, 64 records]
+    uint4 p[kAttendTile / 16][kWarpgroup];  // probabilities: of 16 records, a lane's
     alignas(16) uint8_t slots[kSlots][kSlotBytes];
     float keep[kHeadBlock];       // weight of the earlier tiles
     float factor[2][kHeadBlock];  // of the finished output, pieces in turns
