@@ -500,10 +500,10 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
 }
 
 // While the kernel before ends: what is asked for here is read by nobody.
-template <bool kPair>
+template <bool kPair, Lists kLists>
 __device__ __forceinline__ void prefetch_first(const AttendParams& p, const Plan& plan, int role,
                                                int warp, int lane) {
-    const FirstRow first(plan.splits);
+    const FirstRow first(split_plan<kLists>(plan));
     if (!first.known) return;
     const int thread = 32 * warp + lane;
     if (role == 1)
@@ -511,10 +511,11 @@ __device__ __forceinline__ void prefetch_first(const AttendParams& p, const Plan
     else if (role == 3)
         prefetch_lists(p, first.row, thread);
     else if (lane < kWarpRecords<kPair>)  // of the first tile
-        prefetch_record(p.window, plan.window, first.row, first_record<kPair>(warp) + lane);
+        prefetch_record(p.window, plan.window, record_id<kLists>(plan, true), first.row,
+                        first_record<kPair>(warp) + lane);
 }
 
-template <bool kPair, bool kPauses>
+template <bool kPair, bool kPauses, Lists kLists>
 __global__ void __launch_bounds__(kThreads, 1)
     many_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
     extern __shared__ __align__(1024) uint8_t bytes[];  // the swizzle counts from multiples of 1024
@@ -522,7 +523,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     allow_dependents();
     const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % kWarps, 0), lane = threadIdx.x % 32;
-    if (role != 0) prefetch_first<kPair>(p, plan, role, warp, lane);
+    if (role != 0) prefetch_first<kPair, kLists>(p, plan, role, warp, lane);
     if (threadIdx.x == 0) {
         init_barriers(shared);
         cutlass::arch::fence_barrier_init();
@@ -533,20 +534,29 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();
     }
     wait_for_previous();
+    const SplitPlan& splits = split_plan<kLists>(plan);
     if (role == 0) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kScores>();
-        scores<kPair, kPauses>(p, plan.splits, Cuts(p, plan.splits), shared);
+        scores<kPair, kPauses>(p, splits, Cuts(p, splits), shared);
     } else if (role == 1) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kValues>();
-        values<kPair>(p, plan.splits, Cuts(p, plan.splits), shared);
+        values<kPair>(p, splits, Cuts(p, splits), shared);
     } else if (role == 2) {
         cutlass::arch::warpgroup_reg_dealloc<Registers<kPair>::kConvert>();
-        Converter<kPair>(p, plan, shared, warp, lane).work();
+        Converter<kPair, kLists>(p, plan, shared, warp, lane).work();
     } else {
         cutlass::arch::warpgroup_reg_dealloc<Registers<kPair>::kCopy>();
-        const Cuts cuts(p, plan.splits);
-        Copier<kPair>(p, plan, cuts, shared, warp, lane).work();
+        const Cuts cuts(p, splits);
+        Copier<kPair, kLists>(p, plan, splits, cuts, shared, warp, lane).work();
     }
+}
+
+bool has_usual_lists(const AttendParams& p, const SplitPlan& splits) {
+    const auto is = [](const RecordList& list, RecordId id) {
+        return list.columns == 0 || list.pages.record == id;
+    };
+    return splits.splits == 1 && p.contiguous.data == nullptr &&
+           is(p.window, RecordId::WindowFp8) && is(p.main, RecordId::MainFp4);
 }
 
 }  // namespace many_heads
@@ -557,11 +567,15 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& splits, in
     const int64_t items = int64_t{p.rows} * splits.head_blocks * splits.splits;
     int64_t blocks = splits.splits > 0 && items < num_sms ? items : num_sms;
     const Plan plan{splits, Places(p.window.pages), Places(p.main.pages)};
-    if (splits.head_blocks % 2 == 0 && num_sms > 1)
-        return launch_clusters(many_heads_kernel<true, false>, blocks / 2, 2, kThreads,
-                               sizeof(Shared), stream, p, plan);
-    const auto kernel = p.main.pages.record == RecordId::MixedFp8 ? many_heads_kernel<false, true>
-                                                                  : many_heads_kernel<false, false>;
+    if (splits.head_blocks % 2 == 0 && num_sms > 1) {
+        const auto kernel = has_usual_lists(p, splits)
+                                ? many_heads_kernel<true, false, Lists::Usual>
+                                : many_heads_kernel<true, false, Lists::Any>;
+        return launch_clusters(kernel, blocks / 2, 2, kThreads, sizeof(Shared), stream, p, plan);
+    }
+    const auto kernel = p.main.pages.record == RecordId::MixedFp8
+                            ? many_heads_kernel<false, true, Lists::Any>
+                            : many_heads_kernel<false, false, Lists::Any>;
     return launch_after(kernel, blocks_for(blocks, 1), kThreads, sizeof(Shared), stream, p, plan);
 }
 

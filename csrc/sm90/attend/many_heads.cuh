@@ -211,4 +211,25 @@ struct Plan {
     Places window, main;
 };
 
+// What a kernel knows when it is compiled, so that code for other calls is not in it. Usual: rows
+// are whole, their records those of a window and of a selection in FP4, and no list is contiguous.
+enum class Lists { Any, Usual };
+
+template <Lists kLists>
+__device__ __forceinline__ RecordId record_id(const Plan& plan, bool window) {
+    if (kLists == Lists::Usual) return window ? RecordId::WindowFp8 : RecordId::MainFp4;
+    return window ? plan.window.id : plan.main.id;
+}
+
+template <Lists kLists>
+__device__ __forceinline__ decltype(auto) split_plan(const Plan& plan) {
+    if constexpr (kLists == Lists::Any) {
+        return (plan.splits);
+    } else {
+        SplitPlan whole = plan.splits;
+        whole.splits = 1;
+        return whole;
+    }
+}
+
 }  // namespace flash_csa::sm90::many_heads

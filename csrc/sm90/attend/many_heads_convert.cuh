@@ -15,7 +15,7 @@
 namespace flash_csa::sm90::many_heads {
 
 // One warp's state.
-template <bool kPair>
+template <bool kPair, Lists kLists>
 struct Converter {
     static constexpr int kRecords = kWarpRecords<kPair>;
     const AttendParams& p;
@@ -34,7 +34,7 @@ struct Converter {
             shared.slot_full[slot.at].wait(slot.parity);
             const uint32_t holds = shared.holds[slot.at];
             if (holds & kNoMore) break;
-            const RecordId id = holds & kOfWindow ? plan.window.id : plan.main.id;
+            const RecordId id = record_id<kLists>(plan, holds & kOfWindow);
             with_passes(id, [&](auto passes) {
                 if constexpr (kPair)
                     convert_for_both<decltype(passes)>();

@@ -34,11 +34,11 @@ __device__ __forceinline__ void prefetch_lists(const AttendParams& p, int32_t ro
 // Brings a record of a row's list to the L2. The list is read as it is: where the kernel before
 // still writes it, another record, or none, is asked for in vain.
 __device__ __forceinline__ void prefetch_record(const RecordList& list, const Places& places,
-                                                int32_t row, int entry) {
+                                                RecordId id, int32_t row, int entry) {
     if (!list.slots || entry >= list.columns) return;
     const int32_t slot = __ldcg(list.slots.row(row) + entry);  // not to the L1: it may change
     if (slot < 0 || slot >= places.slots) return;
-    const int each = with_passes(places.id, [](auto passes) { return decltype(passes)::kCopied; });
+    const int each = with_passes(id, [](auto passes) { return decltype(passes)::kCopied; });
     int32_t page, offset;
     places.page(page, offset, slot);
     const uint8_t* record = places.data + page * places.page_stride + offset * each;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void finish_queries(const AttendParams& p, int thread
 }
 
 // One warp's state.
-template <bool kPair>
+template <bool kPair, Lists kLists>
 struct Copier {
     static constexpr int kRecords = kWarpRecords<kPair>;
     const AttendParams& p;
@@ -125,13 +125,14 @@ struct Copier {
     PieceTurn turn;
 
     __device__ __forceinline__ Copier(const AttendParams& params, const Plan& plan_,
-                                      const Cuts& cuts, Shared& shared_, int warp_, int lane_)
+                                      const SplitPlan& splits, const Cuts& cuts, Shared& shared_,
+                                      int warp_, int lane_)
         : p(params),
           plan(plan_),
           shared(shared_),
           warp(warp_),
           lane(lane_),
-          pieces(params, plan_.splits, cuts),
+          pieces(params, splits, cuts),
           slot(warp_) {}
 
     __device__ __forceinline__ void work() {
@@ -142,7 +143,7 @@ struct Copier {
             early = -1;
             int32_t listed = read(piece.first + 1);
             publish();
-            const bool brings = turn.number > 1 || !FirstRow(plan.splits).known;
+            const bool brings = turn.number > 1 || !first_row().known;
             if (brings && piece.first == piece.end) start_query();
             // A pair's second tile is on its way before queries are waited for: half of a tile
             // leaves no slot for the time until they are there.
@@ -162,6 +163,10 @@ struct Copier {
         piece.row = -1;
         publish();
         put_end();
+    }
+
+    __device__ __forceinline__ FirstRow first_row() const {
+        return FirstRow(split_plan<kLists>(plan));
     }
 
     // The queries of the piece, when those before are multiplied.
@@ -186,7 +191,7 @@ struct Copier {
     }
 
     __device__ __forceinline__ bool is_contiguous(bool window) const {
-        return !window && p.contiguous.data != nullptr;
+        return kLists == Lists::Any && !window && p.contiguous.data != nullptr;
     }
     __device__ __forceinline__ int32_t entry(int32_t tile) const {
         return (piece.is_window(tile) ? tile : tile - piece.window_tiles) * kAttendTile +
@@ -208,9 +213,10 @@ struct Copier {
 
     // Of the first tile of the first row, if it is of a window: before its length is there.
     __device__ __forceinline__ int32_t read_early() const {
-        const FirstRow first(plan.splits);
+        const FirstRow first = first_row();
         const int at = first_record<kPair>(warp) + lane % kRecords;
-        const bool known = first.known && plan.splits.splits == 1 && at < p.window.columns;
+        const bool known =
+            first.known && split_plan<kLists>(plan).splits == 1 && at < p.window.columns;
         return known ? p.window.slots.row(first.row)[at] : -1;
     }
 
@@ -240,7 +246,7 @@ struct Copier {
     }
 
     __device__ __forceinline__ RecordId kind(bool window) const {
-        return window ? plan.window.id : plan.main.id;
+        return record_id<kLists>(plan, window);
     }
 
     // Bit i: record i follows the one before it in memory.
