@@ -310,45 +310,59 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, const Ro
     issue_values<2, 4>(state.a, kv, state.o);
 }
 
-// The tiles of a piece but the last, which has its products then, as the first one has them
-// before. In a pair, and where conversion binds, a tile is given back before the products of the
-// next one are issued, which the conversion of the one after that is under. Else the first of them
-// are queued behind the own p . v.
+// The tiles of a piece; `started`: the first one has its products. A tile is given back before the
+// products of the next one are issued, which the conversion of the one after that is under. A tile
+// has one copy of the code: the fewer instructions there are, the more of them stay in the cache.
 template <bool kPair, bool kPauses>
-__device__ __forceinline__ void score_tiles(Shared& shared, int count, const RowPair& rows,
-                                            uint64_t q, float scale, Ring& ring,
-                                            ScoreState& state) {
+__device__ __forceinline__ void score_tiles(Shared& shared, int count, bool started,
+                                            const RowPair& rows, uint64_t q, float scale,
+                                            Ring& ring, ScoreState& state) {
+    for (int tile = 0; tile < count; ++tile) {
+        if (tile > 0) ring.advance();
+        if (tile > 0 || !started) {
+            start_scores<kPauses>(shared, ring, q, state);
+            cute::warpgroup_wait<0>();
+            fence_registers(state.s);
+        }
+        if (tile + 1 == count) shared.query_empty.arrive();
+        weigh<kPair>(shared, ring, rows, scale, state);
+        cute::warpgroup_wait<0>();
+        fence_registers(state.o.part);
+        if (tile + 1 < count) give_tile_back<kPair, 0>(shared, ring.stage);
+    }
+    if (count == 0) shared.query_empty.arrive();
+}
+
+// The same for blocks alone with FP4 records: the first products of the next tile are queued behind
+// the own p . v, which the last tile has to be a copy of its own for.
+__device__ __forceinline__ void score_tiles_queued(Shared& shared, int count, bool started,
+                                                   const RowPair& rows, uint64_t q, float scale,
+                                                   Ring& ring, ScoreState& state) {
     constexpr int kQueued = 4;  // steps
+    if (count > 0 && !started) {
+        start_scores<false>(shared, ring, q, state);
+        cute::warpgroup_wait<0>();
+        fence_registers(state.s);
+    }
     for (int tile = 1; tile < count; ++tile) {
         Ring next = ring;
         next.advance();
-        weigh<kPair>(shared, ring, rows, scale, state);
-        if constexpr (kPair || kPauses) {
-            cute::warpgroup_wait<0>();
-            fence_registers(state.o.part);
-            give_tile_back<kPair, 0>(shared, ring.stage);
-            start_scores<kPauses>(shared, next, q, state);
-        } else {
-            const uint64_t kv = uniform(advance(k_major(shared.kv[0]), next.stage * kTileBytes));
-            shared.tile_full[next.stage].wait(next.parity);
-            fence_registers(state.s);
-            issue_score_steps(q, kv, state.s, 0, kQueued);
-            cute::warpgroup_wait<1>();
-            fence_registers(state.o.part);
-            give_tile_back<kPair, 0>(shared, ring.stage);
-            issue_score_steps(q, kv, state.s, kQueued, kScoreSteps);
-        }
+        weigh<false>(shared, ring, rows, scale, state);
+        const uint64_t kv = uniform(advance(k_major(shared.kv[0]), next.stage * kTileBytes));
+        shared.tile_full[next.stage].wait(next.parity);
+        fence_registers(state.s);
+        issue_score_steps(q, kv, state.s, 0, kQueued);
+        cute::warpgroup_wait<1>();
+        fence_registers(state.o.part);
+        give_tile_back<false, 0>(shared, ring.stage);
+        issue_score_steps(q, kv, state.s, kQueued, kScoreSteps);
         cute::warpgroup_wait<0>();
         fence_registers(state.s);
         ring = next;
     }
     shared.query_empty.arrive();
-}
-
-template <bool kPair>
-__device__ __forceinline__ void score_last_tile(Shared& shared, const RowPair& rows, float scale,
-                                                const Ring& ring, ScoreState& state) {
-    weigh<kPair>(shared, ring, rows, scale, state);
+    if (count == 0) return;
+    weigh<false>(shared, ring, rows, scale, state);
     cute::warpgroup_wait<0>();
     fence_registers(state.o.part);
 }
@@ -395,18 +409,11 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         if (piece.row < 0) break;
         const int count = piece.end - piece.first;
         shared.query_full.wait(turn.number & 1);
-        if (count > 0) {
-            if (!started) {
-                start_scores<kPauses>(shared, ring, q, state);
-                cute::warpgroup_wait<0>();
-                fence_registers(state.s);
-            }
-            score_tiles<kPair, kPauses>(shared, count, rows, q, scale, ring, state);
-        } else {
-            shared.query_empty.arrive();
-        }
         Sums sums(p, cuts, piece, rows);
-        if (count > 0) score_last_tile<kPair>(shared, rows, scale, ring, state);
+        if constexpr (kPair || kPauses)
+            score_tiles<kPair, kPauses>(shared, count, started, rows, q, scale, ring, state);
+        else
+            score_tiles_queued(shared, count, started, rows, q, scale, ring, state);
         // The values are done with the piece before, however short both are: two ahead, the parity
         // that they wait for would be the old one again.
         if (turn.number > 0) {
