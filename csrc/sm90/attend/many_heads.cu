@@ -558,12 +558,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 }
 
-bool has_usual_lists(const AttendParams& p, const SplitPlan& splits) {
-    const auto is = [](const RecordList& list, RecordId id) {
-        return list.columns == 0 || list.pages.record == id;
+Lists lists_of(const AttendParams& p, const SplitPlan& splits) {
+    const auto are = [&](RecordId window, RecordId main) {
+        return (p.window.columns == 0 || p.window.pages.record == window) &&
+               (p.main.columns == 0 || p.main.pages.record == main);
     };
-    return splits.splits == 1 && p.contiguous.data == nullptr &&
-           is(p.window, RecordId::WindowFp8) && is(p.main, RecordId::MainFp4);
+    if (splits.splits != 1 || p.contiguous.data != nullptr) return Lists::Any;
+    if (are(RecordId::WindowFp8, RecordId::MainFp4)) return Lists::Fp4;
+    return are(RecordId::MixedFp8, RecordId::MixedFp8) ? Lists::Mixed : Lists::Any;
 }
 
 }  // namespace many_heads
@@ -574,15 +576,19 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& splits, in
     const int64_t items = int64_t{p.rows} * splits.head_blocks * splits.splits;
     int64_t blocks = splits.splits > 0 && items < num_sms ? items : num_sms;
     const Plan plan{splits, Places(p.window.pages), Places(p.main.pages)};
+    const Lists lists = lists_of(p, splits);
     if (splits.head_blocks % 2 == 0 && num_sms > 1) {
-        const auto kernel = has_usual_lists(p, splits)
-                                ? many_heads_kernel<true, false, Lists::Usual>
-                                : many_heads_kernel<true, false, Lists::Any>;
+        const auto kernel = lists == Lists::Fp4     ? many_heads_kernel<true, false, Lists::Fp4>
+                            : lists == Lists::Mixed ? many_heads_kernel<true, false, Lists::Mixed>
+                                                    : many_heads_kernel<true, false, Lists::Any>;
         return launch_clusters(kernel, blocks / 2, 2, kThreads, sizeof(Shared), stream, p, plan);
     }
-    const auto kernel = p.main.pages.record == RecordId::MixedFp8
-                            ? many_heads_kernel<false, true, Lists::Any>
-                            : many_heads_kernel<false, false, Lists::Any>;
+    const auto any = p.main.pages.record == RecordId::MixedFp8
+                         ? many_heads_kernel<false, true, Lists::Any>
+                         : many_heads_kernel<false, false, Lists::Any>;
+    const auto kernel = lists == Lists::Fp4     ? many_heads_kernel<false, false, Lists::Fp4>
+                        : lists == Lists::Mixed ? many_heads_kernel<false, true, Lists::Mixed>
+                                                : any;
     return launch_after(kernel, blocks_for(blocks, 1), kThreads, sizeof(Shared), stream, p, plan);
 }
 

@@ -211,13 +211,14 @@ struct Plan {
     Places window, main;
 };
 
-// What a kernel knows when it is compiled, so that code for other calls is not in it. Usual: rows
-// are whole, their records those of a window and of a selection in FP4, and no list is contiguous.
-enum class Lists { Any, Usual };
+// What a kernel knows when it is compiled, so that code for other calls is not in it. Fp4, Mixed:
+// rows are whole, no list is contiguous, and records are WindowFp8 and MainFp4, or MixedFp8.
+enum class Lists { Any, Fp4, Mixed };
 
 template <Lists kLists>
 __device__ __forceinline__ RecordId record_id(const Plan& plan, bool window) {
-    if (kLists == Lists::Usual) return window ? RecordId::WindowFp8 : RecordId::MainFp4;
+    if (kLists == Lists::Fp4) return window ? RecordId::WindowFp8 : RecordId::MainFp4;
+    if (kLists == Lists::Mixed) return RecordId::MixedFp8;
     return window ? plan.window.id : plan.main.id;
 }
 
