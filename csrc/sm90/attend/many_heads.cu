@@ -40,9 +40,9 @@ namespace many_heads {
 using cutlass::arch::NamedBarrier;
 
 // 64 K registers: 128 a thread at entry. Scores hold 128 + 32 accumulators and 16 probabilities.
-template <bool kPair>
+template <bool kPauses>
 struct Registers {
-    static constexpr int kScores = 208, kCopy = 48, kConvert = 80;
+    static constexpr int kScores = 208, kCopy = kPauses ? 56 : 48, kConvert = kPauses ? 72 : 80;
     static constexpr int kValues = 512 - kScores - kCopy - kConvert;
 };
 
@@ -543,16 +543,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_previous();
     const SplitPlan& splits = split_plan<kLists>(plan);
     if (role == 0) {
-        cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kScores>();
+        cutlass::arch::warpgroup_reg_alloc<Registers<kPauses>::kScores>();
         scores<kPair, kPauses>(p, splits, Cuts(p, splits), shared);
     } else if (role == 1) {
-        cutlass::arch::warpgroup_reg_alloc<Registers<kPair>::kValues>();
+        cutlass::arch::warpgroup_reg_alloc<Registers<kPauses>::kValues>();
         values<kPair>(p, splits, Cuts(p, splits), shared);
     } else if (role == 2) {
-        cutlass::arch::warpgroup_reg_dealloc<Registers<kPair>::kConvert>();
+        cutlass::arch::warpgroup_reg_dealloc<Registers<kPauses>::kConvert>();
         Converter<kPair, kLists>(p, plan, shared, warp, lane).work();
     } else {
-        cutlass::arch::warpgroup_reg_dealloc<Registers<kPair>::kCopy>();
+        cutlass::arch::warpgroup_reg_dealloc<Registers<kPauses>::kCopy>();
         const Cuts cuts(p, splits);
         Copier<kPair, kLists>(p, plan, splits, cuts, shared, warp, lane).work();
     }
