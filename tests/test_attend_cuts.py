@@ -83,6 +83,26 @@ def test_contiguous_lists_of_all_lengths(record, batch_invariant, device):
     assert (out[5] == 0).all() and lse[5].isinf().all()
 
 
+@pytest.mark.parametrize("record", ["MainFp4", "MixedFp8"])
+@pytest.mark.parametrize("heads", [40, 64, 128])
+def test_contiguous_rows_follow_each_other(heads, record, device):
+    """Several rows for each worker, some of one tile or none: bits as with a list of the same."""
+    page_size, columns, rows = 16, 9, 500
+    pages = flash_csa.Pages.empty(60, record, page_size)
+    every = torch.arange(pages.num_slots, dtype=torch.int32)
+    flash_csa.store(randn(pages.num_slots, 512, seed=1), pages, every)
+    table = torch.randint(60, (rows, columns), dtype=torch.int32)
+    n_vis = torch.tensor([(144, 0, 64, 1, 0, 100, 65)[i % 7] for i in range(rows)]).int()
+    request = torch.arange(rows, dtype=torch.int32)
+    q = randn(rows, heads, 512, seed=2)
+    slots = table.repeat_interleave(page_size, 1) * page_size + every[:page_size].repeat(columns)
+    options = {"dtype": torch.bfloat16, "batch_invariant": True}
+    expected = run(Case(q=q, main=pages, selection=selection(slots, n_vis)), device, **options)
+    case = Case(q=q, main=pages, contiguous=(table, request, n_vis))
+    for _ in range(3):
+        assert same(run(case, device, **options), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_invariant_rows(rows, device):
     case = random_case(heads=64, lengths=[512] * rows, window_lengths=[128] * rows, width=512)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+import flash_csa
 from attend_data import assert_close, random_case, run, same, spread
 from flash_csa import _C
-from reference_data import same_bits
+from reference_data import same_bits, table
 
 
 @pytest.mark.case("Self-consistency")
@@ -56,6 +57,35 @@ def test_blocks_of_heads_alone(rows, heads, records, device):
         assert same(run(alone, device, **options), (out[:, block], lse[:, block]))
     for _ in range(3):
         assert same(run(case, device, **options), (out, lse))
+
+
+@pytest.mark.parametrize("records", ["FP4 and FP8", "MixedFp8"])
+@pytest.mark.parametrize("heads", [40, 64])
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_of_a_long_batch(turned, heads, records, device):
+    """Where each SM has many rows they have the bits that they have in a short batch."""
+    rows = 17 * flash_csa.default_num_sms(device) + 5 if device.type == "cuda" else 40
+    lengths = [(192, 0, 64, 1, 0, 70, 130)[i % 7] for i in range(rows)]
+    windows = [(128, 128, 0, 1, 0, 0, 100, 64, 0)[i % 9] for i in range(rows)]
+    lists = {"lengths": lengths, "window_lengths": windows}
+    if records == "MixedFp8":
+        lists |= {"main": ("MixedFp8", 64), "window": ("MixedFp8", 64)}
+    case = random_case(heads=heads, width=192, **lists)
+    case.selection.slots[torch.rand(case.selection.slots.shape) < 0.1] = -1
+    positions, cos_sin = torch.randint(256, (rows,), dtype=torch.int32), table(256)
+
+    def results(some):
+        options = {"dtype": torch.bfloat16, "batch_invariant": True}
+        if turned:
+            options["derotate"] = (positions[some].to(device), cos_sin.to(device))
+        return run(case.rows(some), device, **options)
+
+    whole = results(slice(None))
+    count = min(149, rows // 2)
+    for first in (0, rows // 3, rows - count):
+        some = slice(first, first + count)
+        assert same(results(some), [x[some] for x in whole])
+    assert same(results(slice(None)), whole)
 
 
 @pytest.mark.parametrize("lengths", [(0,), (1,), (0, 0, 65, 1, 1)])
