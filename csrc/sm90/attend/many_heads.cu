@@ -333,11 +333,13 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, bool star
     if (count == 0) shared.query_empty.arrive();
 }
 
-// The same for blocks alone with FP4 records: the first products of the next tile are queued behind
-// the own p . v, which the last tile has to be a copy of its own for.
-__device__ __forceinline__ void score_tiles_queued(Shared& shared, int count, bool started,
-                                                   const RowPair& rows, uint64_t q, float scale,
-                                                   Ring& ring, ScoreState& state) {
+// The same with another copy for the last tile, where the code is short enough: in a pair it is
+// faster where rows are many. Blocks alone queue the first products of the next tile behind the own
+// p . v.
+template <bool kPair>
+__device__ __forceinline__ void score_tiles_and_last(Shared& shared, int count, bool started,
+                                                     const RowPair& rows, uint64_t q, float scale,
+                                                     Ring& ring, ScoreState& state) {
     constexpr int kQueued = 4;  // steps
     if (count > 0 && !started) {
         start_scores<false>(shared, ring, q, state);
@@ -347,22 +349,29 @@ __device__ __forceinline__ void score_tiles_queued(Shared& shared, int count, bo
     for (int tile = 1; tile < count; ++tile) {
         Ring next = ring;
         next.advance();
-        weigh<false>(shared, ring, rows, scale, state);
-        const uint64_t kv = uniform(advance(k_major(shared.kv[0]), next.stage * kTileBytes));
-        shared.tile_full[next.stage].wait(next.parity);
-        fence_registers(state.s);
-        issue_score_steps(q, kv, state.s, 0, kQueued);
-        cute::warpgroup_wait<1>();
-        fence_registers(state.o.part);
-        give_tile_back<false, 0>(shared, ring.stage);
-        issue_score_steps(q, kv, state.s, kQueued, kScoreSteps);
+        weigh<kPair>(shared, ring, rows, scale, state);
+        if constexpr (kPair) {
+            cute::warpgroup_wait<0>();
+            fence_registers(state.o.part);
+            give_tile_back<kPair, 0>(shared, ring.stage);
+            start_scores<false>(shared, next, q, state);
+        } else {
+            const uint64_t kv = uniform(advance(k_major(shared.kv[0]), next.stage * kTileBytes));
+            shared.tile_full[next.stage].wait(next.parity);
+            fence_registers(state.s);
+            issue_score_steps(q, kv, state.s, 0, kQueued);
+            cute::warpgroup_wait<1>();
+            fence_registers(state.o.part);
+            give_tile_back<kPair, 0>(shared, ring.stage);
+            issue_score_steps(q, kv, state.s, kQueued, kScoreSteps);
+        }
         cute::warpgroup_wait<0>();
         fence_registers(state.s);
         ring = next;
     }
     shared.query_empty.arrive();
     if (count == 0) return;
-    weigh<false>(shared, ring, rows, scale, state);
+    weigh<kPair>(shared, ring, rows, scale, state);
     cute::warpgroup_wait<0>();
     fence_registers(state.o.part);
 }
@@ -391,7 +400,7 @@ __device__ __forceinline__ bool next_is_there(Shared& shared, PieceTurn turn, co
     return true;
 }
 
-template <bool kPair, bool kPauses>
+template <bool kPair, bool kPauses, Lists kLists>
 __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& plan,
                                        const Cuts& cuts, Shared& shared) {
     const RowPair rows;
@@ -410,10 +419,10 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         const int count = piece.end - piece.first;
         shared.query_full.wait(turn.number & 1);
         Sums sums(p, cuts, piece, rows);
-        if constexpr (kPair || kPauses)
+        if constexpr (kPauses || (kPair && kLists != Lists::Fp4))
             score_tiles<kPair, kPauses>(shared, count, started, rows, q, scale, ring, state);
         else
-            score_tiles_queued(shared, count, started, rows, q, scale, ring, state);
+            score_tiles_and_last<kPair>(shared, count, started, rows, q, scale, ring, state);
         // The values are done with the piece before, however short both are: two ahead, the parity
         // that they wait for would be the old one again.
         if (turn.number > 0) {
@@ -544,7 +553,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const SplitPlan& splits = split_plan<kLists>(plan);
     if (role == 0) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPauses>::kScores>();
-        scores<kPair, kPauses>(p, splits, Cuts(p, splits), shared);
+        scores<kPair, kPauses, kLists>(p, splits, Cuts(p, splits), shared);
     } else if (role == 1) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPauses>::kValues>();
         values<kPair>(p, splits, Cuts(p, splits), shared);
@@ -556,16 +565,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         const Cuts cuts(p, splits);
         Copier<kPair, kLists>(p, plan, splits, cuts, shared, warp, lane).work();
     }
-}
-
-Lists lists_of(const AttendParams& p, const SplitPlan& splits) {
-    const auto are = [&](RecordId window, RecordId main) {
-        return (p.window.columns == 0 || p.window.pages.record == window) &&
-               (p.main.columns == 0 || p.main.pages.record == main);
-    };
-    if (splits.splits != 1 || p.contiguous.data != nullptr) return Lists::Any;
-    if (are(RecordId::WindowFp8, RecordId::MainFp4)) return Lists::Fp4;
-    return are(RecordId::MixedFp8, RecordId::MixedFp8) ? Lists::Mixed : Lists::Any;
 }
 
 }  // namespace many_heads

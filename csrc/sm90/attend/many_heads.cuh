@@ -215,6 +215,16 @@ struct Plan {
 // rows are whole, no list is contiguous, and records are WindowFp8 and MainFp4, or MixedFp8.
 enum class Lists { Any, Fp4, Mixed };
 
+inline Lists lists_of(const AttendParams& p, const SplitPlan& splits) {
+    const auto are = [&](RecordId window, RecordId main) {
+        return (p.window.columns == 0 || p.window.pages.record == window) &&
+               (p.main.columns == 0 || p.main.pages.record == main);
+    };
+    if (splits.splits != 1 || p.contiguous.data != nullptr) return Lists::Any;
+    if (are(RecordId::WindowFp8, RecordId::MainFp4)) return Lists::Fp4;
+    return are(RecordId::MixedFp8, RecordId::MixedFp8) ? Lists::Mixed : Lists::Any;
+}
+
 template <Lists kLists>
 __device__ __forceinline__ RecordId record_id(const Plan& plan, bool window) {
     if (kLists == Lists::Fp4) return window ? RecordId::WindowFp8 : RecordId::MainFp4;
