@@ -194,16 +194,12 @@ struct Worker {
             cutlass::arch::fence_view_async_shared();
             __syncthreads();
             float logits[kFragment];
-            const bool multiplies = group < kParts;
-            if (multiplies)
-                start_logits<kHeads, kEachPanels>(shared.kv + group * kEachPanels,
-                                                  shared.q + group * kEachPanels, logits);
+            start_logits<kHeads, kEachPanels>(shared.kv + group * kEachPanels,
+                                              shared.q + group * kEachPanels, logits);
             if (tile + 1 < end) start_tile(tile + 1);
-            if (multiplies) {
-                cute::warpgroup_wait<0>();
-                fence_registers(logits);
-                store_logits(logits, shared.logits[group]);
-            }
+            cute::warpgroup_wait<0>();
+            fence_registers(logits);
+            store_logits(logits, shared.logits[group]);
             __syncthreads();
             const bool shrinks = softmax(tile);
             cutlass::arch::fence_view_async_shared();

@@ -1,7 +1,8 @@
 // Parts of few_rows.cu: shared memory, products, records into a tile.
 //
 // Records are on M of both products, heads on N. A warpgroup has 128 dims (two panels of 64) of
-// the tile and of the output; a part of the warpgroups' logits is the sum over their dims.
+// the tile and of the output; each warpgroup has the part of the logits that is the sum
+// over its dims.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

@@ -12,10 +12,16 @@
 // of two blocks. Each finds, copies and converts half of the records of a tile, and copies the BF16
 // rows into the peer's tile.
 //
-//   tile t   copy     |t + 2                                   |
+//   tile t   copy     |t + 2                       |t + 3      |
 //            convert  |t + 1                       |t + 2      |
 //            scores   |softmax(t)|p.v(t)           |q.k(t + 1) |softmax(t + 1) ...
 //            values              |p.v(t)           |
+//
+// Half of softmax(t) is under the own p.v(t). In blocks alone the first steps of q.k(t + 1) are
+// queued behind it, or, where main records are MixedFp8, q.k pauses for conversion (kPauses).
+//
+// Kernels: pairs and blocks alone, each for lists that are known when it is compiled and for any
+// (Lists).
 //
 // Floor of a tile: 2 * 64 * 64 * 512 * 2 FLOP = 2048 cycles of the tensor cores. Bytes: 64 records,
 // read once per block of heads, or pair of blocks.
@@ -311,7 +317,7 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, const Ro
 }
 
 // The tiles of a piece; `started`: the first one has its products. A tile is given back before the
-// products of the next one are issued, which the conversion of the one after that is under. A tile
+// products of the next one are issued, so that the tile after that is converted under them. A tile
 // has one copy of the code: the fewer instructions there are, the more of them stay in the cache.
 template <bool kPair, bool kPauses>
 __device__ __forceinline__ void score_tiles(Shared& shared, int count, bool started,

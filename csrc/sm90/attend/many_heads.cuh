@@ -9,6 +9,7 @@
 //   piece_empty  it is done with                        both consumers       -> copying warp 0,
 //                                                                             and scores
 //   query_full   the queries of a piece                 copying warps        -> scores
+//                of the first row                       values               -> scores
 //   query_empty  they are multiplied                    scores               -> copying warps
 //   weights_*    probabilities of a tile                scores               -> values, and back
 //   factor_full  from sums to outputs                   scores               -> values

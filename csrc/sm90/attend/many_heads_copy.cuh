@@ -1,10 +1,10 @@
 // Part of many_heads.cu: the warps that find and copy records.
 //
-// A warp has 16 records of every tile, of a pair 8, and lane i, as lane i + 16, knows where the
-// i-th lies. The slots of a tile are read while the one before it is copied. A record is one bulk
-// copy, or four are where they follow each other in memory, as those of windows do: all are started
-// by one lane, from addresses that it gets from the others beforehand, so that copies are not a
-// loop over lanes.
+// A warp has 16 records of every tile, of a pair 8, and lane i, as every 16th (8th) lane from it
+// on, knows where the i-th lies. The slots of a tile are read while the one before it is copied. A
+// record is one bulk copy, or four are where they follow each other in memory, as those of windows
+// do: all are started by one lane, from addresses that it gets from the others beforehand, so that
+// copies are not a loop over lanes.
 //
 // The queries of a piece go into their place as soon as those before are multiplied. Lists and
 // queries are in the L2 by then.

@@ -2,8 +2,8 @@
 // tile.
 //
 // A slot holds a warp's records of one pass: 8 FP4 records, or 4 FP8 ones. Lanes read 16 bytes of
-// codes at a time, so that 8 neighbours store to 8 places of a panel which the swizzle spreads over
-// all banks.
+// codes at a time. Which lane has which is such that neither what 8 neighbours read nor what they
+// store to the swizzled panels meets a bank twice.
 #pragma once
 
 #include <cstdint>

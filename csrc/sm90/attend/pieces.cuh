@@ -78,22 +78,6 @@ class Cuts {
     int32_t run_ = 0;  // tiles of a range; 0: none is followed
 };
 
-// A record as a list names it: what is read stays untouched, so that nothing waits for it.
-struct Listed {
-    int32_t read = -1;  // slot, or page of a contiguous list
-    int32_t each = 1;   // slots of what was read
-    int32_t offset = 0;
-    bool there = false;
-    bool window = false;
-    bool second = false;  // of a pair of tiles
-
-    // Its slot, -1 where there is none; pages.holds is still to ask.
-    __device__ int32_t get() const {
-        const int64_t slot = int64_t{read} * each + offset;
-        return there && read >= 0 && slot <= INT32_MAX ? static_cast<int32_t>(slot) : -1;
-    }
-};
-
 struct Piece {
     int32_t row = 0;
     int32_t head_block = 0;
@@ -107,21 +91,6 @@ struct Piece {
         return (records + kAttendTile - 1) / kAttendTile;
     }
     __device__ bool is_window(int32_t tile) const { return tile < window_tiles; }
-
-    // Record `at` (0..63) of a tile. Slots behind a list's length are read before it is known.
-    __device__ Listed at(const AttendParams& p, int32_t tile, int32_t at) const {
-        const bool in_window = is_window(tile);
-        const int32_t entry = (in_window ? tile : tile - window_tiles) * kAttendTile + at;
-        if (!in_window && p.contiguous.data != nullptr) {
-            const int32_t page_size = p.main.pages.page_size;
-            const bool there = entry < main;
-            const int32_t page = there ? p.contiguous.row(request)[entry / page_size] : -1;
-            return {page, page_size, entry % page_size, there, false};
-        }
-        const RecordList& list = in_window ? p.window : p.main;
-        const int32_t slot = entry < list.columns ? list.slots.row(row)[entry] : -1;
-        return {slot, 1, 0, entry < (in_window ? window : main), in_window};
-    }
 };
 
 // The first row of this CTA, where it is known before anything is read.
