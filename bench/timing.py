@@ -10,7 +10,7 @@ import torch
 from flash_csa import RECORDS
 
 Call = Callable[[], Any]
-FLUSH_BYTES = 256 << 20  # four times the L2
+FLUSH_BYTES = 256 << 20  # five times the L2
 SAMPLES = 12
 FEW_SAMPLES = 3  # while ours is far slower than the peer, or a graph takes long; then 1
 SLOW = 10.0  # times the peer

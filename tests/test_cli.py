@@ -85,7 +85,7 @@ def test_supported_is_what_the_ops_accept():
 def test_supported_counts_say_that_they_are_ranges():
     """Not a list of those asked for, as if others were refused."""
     shown = " ".join(invoke("info", "--no-probe").stdout.split())
-    for note in ("heads any number of attention; asked for up to 256;", "16, 32 or blocks of 64"):
+    for note in ("any number of attention; no limit, tried up to 256;", "16, 32 or blocks of 64"):
         assert note in shown
     assert shown.count("1-256") == 1  # page sizes
     assert f"1-{_C.MAX_TOP_K} any number up to the limit" in shown

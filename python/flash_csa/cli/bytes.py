@@ -192,7 +192,7 @@ def _beside(plan: LayerPlan, result: dict[str, Any]) -> list[tuple[str, int]]:
         (f"tails, rings with {DRAFTS} drafts", result["tail_ring_nbytes"]),
         *((f"{name}, {rows}", size) for name, size in result["step_nbytes"].items()),
         *result["table_nbytes"].items(),
-        *((f"workspace of {op}, {SMS} SMs", size) for op, size in workspaces),
+        *((f"workspace of {op}, {SMS} SMs (no Hopper has more)", size) for op, size in workspaces),
     ]
 
 

@@ -19,9 +19,10 @@ from .support import MAX_HEADS, supported
 
 # What a list of values does not say.
 NOTES = {
+    "ratios": "of layers that compress; 0, window only, needs nothing of its own",
     "main_records": "selected and compressed KV",
-    "heads": f"of attention; asked for up to {MAX_HEADS}; on a GPU padded inside to 8, 16, 32 or "
-    "blocks of 64",
+    "heads": f"of attention; no limit, tried up to {MAX_HEADS}; on a GPU padded inside to 8, 16, "
+    "32 or blocks of 64",
     "index_heads": "any number up to the limit",
     "topk": "any number up to the limit",
     "page_sizes": "records of a page, any number up to the limit",
