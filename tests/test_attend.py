@@ -109,7 +109,9 @@ def test_negative_scale_is_that_of_negated_queries(heads, rows, device):
     )
     turned = replace(case, q=-case.q, softmax_scale=-case.softmax_scale)
     for dtype in (torch.float32, torch.bfloat16):
-        assert_close(case, *run(turned, device, dtype=dtype))
+        results = run(turned, device, dtype=dtype)
+        assert_close(case, *results)
+        assert_close(turned, *results)
 
 
 def test_bf16_output_has_bf16_probabilities(device):

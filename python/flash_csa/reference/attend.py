@@ -158,7 +158,7 @@ def error_bounds(
 ) -> tuple[Tensor, Tensor]:
     """How far a kernel may be from `attend` in FP64: f64[T, H, dim] for out, f64[T, H] for lse.
 
-    With A = sum p |v| and d = 2^-19 * scale * max over records of sum |q| |k| (FP32 logits):
+    With A = sum p |v| and d = 2^-19 * |scale| * max over records of sum |q| |k| (FP32 logits):
     BF16 P and output 1e-6 + 2^-8 A + 2^-8 |out| + 2 d A; FP32 P and output 2e-6 + 2^-20 A + 2 d A;
     lse 1e-5 + 2^-20 |lse| + d.
     """
@@ -170,6 +170,6 @@ def error_bounds(
             continue
         p = (heads @ kv.T * softmax_scale - lse[t, :, None]).exp()
         spread[t] = p @ kv.abs() * sink_factor(lse[t], sink)[:, None]
-        d[t] = 2.0**-19 * softmax_scale * (heads.abs() @ kv.abs().T).amax(-1)
+        d[t] = 2.0**-19 * abs(softmax_scale) * (heads.abs() @ kv.abs().T).amax(-1)
     rounding = 2.0**-8 * (spread + out.abs()) + 1e-6 if bf16 else 2.0**-20 * spread + 2e-6
     return rounding + 2 * d.unsqueeze(-1) * spread, 1e-5 + 2.0**-20 * lse.abs() + d
