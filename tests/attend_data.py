@@ -25,6 +25,21 @@ def filled_pages(
     return pages, slots
 
 
+EITHER_LIST = [  # records and page sizes of main and window
+    (("MainFp4", 1), ("WindowFp8", 64)),
+    (("MainFp4", 4), ("WindowFp8", 1)),
+    (("MainFp4", 61), ("WindowFp8", 256)),
+    (("MainFp4", 256), ("WindowFp8", 61)),
+    (("WindowFp8", 64), ("WindowFp8", 64)),
+    (("MainFp4", 64), ("MainFp4", 4)),
+    (("MixedFp8", 64), ("MixedFp8", 61)),
+    (("MixedFp8", 1), ("WindowFp8", 4)),
+    (("MainFp4", 48), None),
+    (None, ("WindowFp8", 48)),
+    (None, ("MixedFp8", 256)),
+]
+
+
 @dataclass(frozen=True)
 class Case:
     """Inputs of one attend call, on the CPU."""

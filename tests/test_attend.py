@@ -8,6 +8,7 @@ import torch
 import flash_csa
 import golden
 from attend_data import (
+    EITHER_LIST,
     Case,
     assert_close,
     column_parts,
@@ -53,21 +54,6 @@ def test_more_rows_than_heads(rows, device):
     assert_close(case, *run(case, device))
 
 
-EITHER_LIST = [  # records and page sizes of main and window
-    (("MainFp4", 1), ("WindowFp8", 64)),
-    (("MainFp4", 4), ("WindowFp8", 1)),
-    (("MainFp4", 61), ("WindowFp8", 256)),
-    (("MainFp4", 256), ("WindowFp8", 61)),
-    (("WindowFp8", 64), ("WindowFp8", 64)),
-    (("MainFp4", 64), ("MainFp4", 4)),
-    (("MixedFp8", 64), ("MixedFp8", 61)),
-    (("MixedFp8", 1), ("WindowFp8", 4)),
-    (("MainFp4", 48), None),
-    (None, ("WindowFp8", 48)),
-    (None, ("MixedFp8", 256)),
-]
-
-
 @pytest.mark.case("Real FP4 storage")
 @pytest.mark.parametrize(("main", "window"), EITHER_LIST)
 def test_every_record_in_either_list(main, window, device):
@@ -75,25 +61,6 @@ def test_every_record_in_either_list(main, window, device):
     assert_close(case, *run(case, device))
     bf16, lse = run(case, device, dtype=torch.bfloat16)
     assert_close(case, bf16, lse)
-
-
-@pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize(("main", "window"), EITHER_LIST)
-def test_every_record_in_whole_rows(main, window, heads, device):
-    """Where no row is cut, a kernel may be one that is made for some records alone."""
-    case = random_case(heads=heads, main=main, window=window)
-    assert_close(case, *run(case, device, dtype=torch.bfloat16, batch_invariant=True))
-
-
-@pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("other", ["MainFp4", "WindowFp8", "MixedFp8"])
-@pytest.mark.parametrize("record", ["MainFp4", "WindowFp8", "MixedFp8"])
-def test_records_of_a_list_without_any_do_not_matter(record, other, heads, device):
-    case = random_case(heads=heads, main=(record, 64), window=None)
-    beside = random_case(heads=heads, main=None, window=(other, 64), window_lengths=[0] * 4)
-    both = replace(case, window_pages=beside.window_pages, window=beside.window)
-    options = {"dtype": torch.bfloat16, "batch_invariant": True}
-    assert same(run(both, device, **options), run(case, device, **options))
 
 
 @pytest.mark.parametrize("record", ["MainFp4", "MixedFp8", "WindowFp8"])

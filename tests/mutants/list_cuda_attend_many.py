@@ -145,4 +145,14 @@ MUTANTS = (
         "every weight is within its own bound, so that rounding the largest looks harmless",
         test="tests/test_attend_maxima.py::test_largest_weight_is_exact",
     ),
+    Mutant(
+        1618,
+        "attend",
+        "a kernel that knows its lists is chosen by the selection's records alone",
+        "sm90/attend/many_heads.cuh",
+        "return (p.window.columns == 0 || p.window.pages.record == window) &&",
+        "return",
+        "models have the same two records everywhere",
+        test="tests/test_attend_records.py::test_every_record_in_whole_rows",
+    ),
 )
