@@ -68,6 +68,9 @@ def is_current(row: Row, trees: dict[str, str], device: str) -> bool:
     return row["device"] == device and all(row[key] == trees[key] for key in TREES)
 
 
+BEST_WAY = "peer padded further, us / ratio"  # heads a column of best_way
+
+
 def best_way(row: Row) -> str:
     """Another way to call the peer that is faster: how, its microseconds and ratio; "" without."""
     if row["best_peer"] is None:

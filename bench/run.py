@@ -228,7 +228,7 @@ def _print_rows(rows: list[results.Row], failures: dict[str, str]) -> None:
         table.add_column(name, justify="right")
     padded = any(map(results.best_way, rows))
     if padded:
-        table.add_column("peer padded further, us / ratio", no_wrap=True)
+        table.add_column(results.BEST_WAY, no_wrap=True)
     table.add_column("note", no_wrap=True)
     for row in rows:
         case = CASES[row["case"]]

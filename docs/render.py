@@ -104,7 +104,6 @@ def support() -> str:
     return table(["what", "supported"], rows)
 
 
-PADDED = "peer padded further, us / ratio"
 STALE = "\n\n† measured before the last change of its kernel."
 BAR = (
     "\n\nA bar is the ratio that was set before the kernels were designed; "
@@ -150,8 +149,8 @@ def measured(globs: list[str]) -> list[dict]:
 
 
 def padded_table(header: list[str], lines: list[list[str]]) -> str:
-    """A table whose column PADDED is left out where it is empty."""
-    at = header.index(PADDED)
+    """A table whose column results.BEST_WAY is left out where it is empty."""
+    at = header.index(results.BEST_WAY)
     if not any(line[at] for line in lines):
         header, *lines = (line[:at] + line[at + 1 :] for line in (header, *lines))
     return table(header, lines)
@@ -166,7 +165,8 @@ def bench_table() -> str:
     for row in rows:
         name, ours, peer, *rest = figures(row)
         lines.append([name, ours, peer, row["peer"] or "", *rest])
-    header = ["case", "ours, us", "peer, us", "peer", "ratio", "bar", PADDED, "of the ceiling"]
+    header = ["case", "ours, us", "peer, us", "peer", "ratio", "bar"]
+    header += [results.BEST_WAY, "of the ceiling"]
     return padded_table(header, lines) + ("" if all(map(is_current, rows)) else STALE)
 
 
@@ -175,7 +175,7 @@ def rows_table(globs: list[str]) -> str:
     rows = measured(globs)
     assert rows, globs
     lines = [list(figures(row)) for row in rows]
-    header = ["case", "us", "peer, us", "ratio", "bar", PADDED, "of the ceiling"]
+    header = ["case", "us", "peer, us", "ratio", "bar", results.BEST_WAY, "of the ceiling"]
     return padded_table(header, lines) + ("" if all(map(is_current, rows)) else STALE) + BAR
 
 

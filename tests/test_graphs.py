@@ -12,22 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_csa as fc
+from border_case import V41
 from flash_csa import configs
 from op_calls import CALLS, Call, Scene
 
 TOKENS = 700  # stored before any decode step
-CONFIG = {
-    **configs.V41_FLASH,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 2,
-    "compress_ratios": [0, 2, 1, 1, 1],
-    "kv_source_layer_ids": [1, 2],
-    "index_source_layer_ids": [1, 2, 3],
-    "candidate_source_layer_id": 2,
-    "candidate_topk_blocks": 4,
-    "index_n_heads": 8,
-    "index_topk": 16,
-}
+SMALL = {"num_attention_heads": 2, "index_n_heads": 8, "index_topk": 16}
+CONFIG = {**configs.V41_FLASH, **SMALL, **V41}
 COS_SIN = fc.cos_sin_table(1024, 160000.0, True)
 
 
