@@ -32,6 +32,7 @@
 #include "sm90/attend/many_heads_convert.cuh"
 #include "sm90/attend/many_heads_copy.cuh"
 #include "sm90/attend/many_heads_output.cuh"
+#include "sm90/attend/many_heads_query.cuh"
 #include "sm90/attend/variants.h"
 #include "sm90/common/cluster.h"
 #include "sm90/common/cluster_sync.cuh"
@@ -423,6 +424,7 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         const Piece& piece = shared.pieces[turn.at()];
         if (piece.row < 0) break;
         const int count = piece.end - piece.first;
+        turn_half<kPair>(p, piece, turn, shared);
         shared.query_full.wait(turn.number & 1);
         Sums sums(p, cuts, piece, rows);
         if constexpr (kPauses || (kPair && kLists != Lists::Fp4))
@@ -448,7 +450,7 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
             sums.store_lse(p, cuts, piece, rows, state.softmax);
             store<0>(p, piece, finished, tile);
         };
-        started = next_is_there(shared, turn, ring);
+        if constexpr (kPair) started = next_is_there(shared, turn, ring);
         if (started) {
             start_scores<kPauses>(shared, ring, q, state);
             store_all();
@@ -478,22 +480,20 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
     Ring ring;
     uint32_t weights_parity = 0;
     Output o;
-    const FirstRow first(plan);
-    if (first.known) {  // nobody has anything else to do yet, but what lists say comes first
-        shared.piece_full[0].wait(0);
-        start_queries(p, first.row, first.head_block, threadIdx.x % kWarpgroup, shared);
-        finish_queries(p, threadIdx.x % kWarpgroup, shared);
-        shared.query_full.arrive();
-    }
+    const QueryBringer<kPair> queries{p, plan, shared};
+    queries.first();
     for (PieceTurn turn;; ++turn.number) {
         o.clear();
         shared.piece_full[turn.at()].wait(turn.parity());
         const Piece& piece = shared.pieces[turn.at()];
         if (piece.row < 0) break;
         const int count = piece.end - piece.first;
+        turn_half<kPair>(p, piece, turn, shared);
+        if (count == 0) queries.next(turn);
         for (int tile = 0; tile < count; ++tile) {
             if (tile > 0) ring.advance();
             shared.tile_full[ring.stage].wait(ring.parity);
+            if (tile + 1 == count) queries.next(turn);  // while the weights are waited for
             shared.weights_full.wait(weights_parity);
             weights_parity ^= 1;
             Weights a;
@@ -547,7 +547,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % kWarps, 0), lane = threadIdx.x % 32;
     if (role != 0) prefetch_first<kPair, kLists>(p, plan, role, warp, lane);
     if (threadIdx.x == 0) {
-        init_barriers(shared);
+        init_barriers<kPair>(shared);
         cutlass::arch::fence_barrier_init();
     }
     if constexpr (kPair) {

@@ -8,9 +8,12 @@
 //   piece_full   what the next piece is                 copying warp 0       -> both consumers
 //   piece_empty  it is done with                        both consumers       -> copying warp 0,
 //                                                                             and scores
-//   query_full   the queries of a piece                 copying warps        -> scores
+//   query_there  the queries of a piece, as they lie    values               -> both consumers
+//   query_full   they are in paired order               both consumers       -> scores
+//   query_empty  they are multiplied                    scores               -> values
+//                in a pair: query_full                  copying warps        -> scores
 //                of the first row                       values               -> scores
-//   query_empty  they are multiplied                    scores               -> copying warps
+//                query_empty                            scores               -> copying warps
 //   weights_*    probabilities of a tile                scores               -> values, and back
 //   factor_full  from sums to outputs                   scores               -> values
 #pragma once
@@ -65,12 +68,13 @@ struct Shared {
     CopyBarrier tile_full[kStages];
     Barrier tile_empty[kStages][kHalves], peer_empty[kStages][kHalves];
     Barrier piece_full[kPieces], piece_empty[kPieces];
-    Barrier query_full, query_empty;
+    Barrier query_there, query_full, query_empty;
     Barrier weights_full, weights_empty;
     Barrier factor_full;
 };
 static_assert(sizeof(Shared) <= 227 * 1024);  // opt-in limit
 
+template <bool kPair>
 __device__ __forceinline__ void init_barriers(Shared& shared) {
     for (int i = 0; i < kSlots; ++i) {
         shared.slot_full[i].init(32);
@@ -87,7 +91,8 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
         shared.piece_full[i].init(32);
         shared.piece_empty[i].init(kConsumers);
     }
-    shared.query_full.init(kWarpgroup);
+    shared.query_there.init(kWarpgroup);
+    shared.query_full.init(kPair ? kWarpgroup : kConsumers);
     shared.query_empty.init(kWarpgroup);
     shared.weights_full.init(kWarpgroup);
     shared.weights_empty.init(kWarpgroup);

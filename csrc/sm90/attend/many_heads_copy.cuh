@@ -6,15 +6,15 @@
 // do: all are started by one lane, from addresses that it gets from the others beforehand, so that
 // copies are not a loop over lanes.
 //
-// The queries of a piece go into their place as soon as those before are multiplied. Lists and
-// queries are in the L2 by then.
+// In a pair they bring the queries of a piece, too, as soon as those before are multiplied. Lists
+// and queries are in the L2 by then.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "sm90/attend/many_heads.cuh"
-#include "sm90/attend/output.cuh"
+#include "sm90/attend/many_heads_query.cuh"
 #include "sm90/common/cp_async.cuh"
 #include "sm90/common/fresh.cuh"
 #include "sm90/common/prefetch.cuh"
@@ -58,59 +58,6 @@ __device__ __forceinline__ void prefetch_queries(const AttendParams& p, int32_t 
     }
 }
 
-// A thread's 16-byte chunks of the queries of a piece, of a warpgroup: one chunk of every
-// kStep-th head.
-struct QueryChunks {
-    static constexpr int kChunks = kHeadDim / kGroupDims;
-    static constexpr int kStep = kWarpgroup / kChunks, kCount = kHeadBlock / kStep;
-    int chunk, head;  // the first
-    uint8_t* panel;
-
-    __device__ __forceinline__ QueryChunks(int thread, Shared& shared)
-        : chunk(fresh_lane(thread) % kChunks),
-          head(fresh_lane(thread) / kChunks),
-          panel(shared.q + chunk / 8 * kTilePanelBytes) {}
-    __device__ __forceinline__ uint8_t* at(int i) const {
-        return panel + panel_offset(head + i * kStep, chunk % 8);
-    }
-};
-
-// Nobody reads the queries before any more. Heads beyond the last are zero.
-__device__ __forceinline__ void start_queries(const AttendParams& p, int32_t row,
-                                              int32_t head_block, int thread, Shared& shared) {
-    const QueryChunks mine(thread, shared);
-    const int first_head = head_block * kHeadBlock;
-    const uint16_t* heads = p.q.at(row, first_head);
-#pragma unroll 4
-    for (int i = 0; i < mine.kCount; ++i) {
-        const int head = mine.head + i * mine.kStep;
-        const bool there = first_head + head < p.heads;
-        const uint16_t* from = heads + (there ? head * p.q.head_stride : 0);
-        copy_16_async(mine.at(i), from + mine.chunk * kGroupDims, there);
-    }
-}
-
-// Puts them into paired order, and takes the sign of the softmax scale into them.
-__device__ __forceinline__ void finish_queries(const AttendParams& p, int thread, Shared& shared) {
-    constexpr int kAtATime = 4;  // reads that are on their way together
-    const uint32_t sign = p.softmax_scale < 0.f ? 0x80008000u : 0;
-    const QueryChunks mine(thread, shared);
-    wait_for_copies();
-#pragma unroll 1
-    for (int i = 0; i < mine.kCount; i += kAtATime) {
-        uint4 x[kAtATime];
-#pragma unroll
-        for (int j = 0; j < kAtATime; ++j) x[j] = *reinterpret_cast<const uint4*>(mine.at(i + j));
-#pragma unroll
-        for (int j = 0; j < kAtATime; ++j) {
-            const uint4 y = paired_order(x[j]);
-            *reinterpret_cast<uint4*>(mine.at(i + j)) =
-                make_uint4(y.x ^ sign, y.y ^ sign, y.z ^ sign, y.w ^ sign);
-        }
-    }
-    cutlass::arch::fence_view_async_shared();
-}
-
 // One warp's state.
 template <bool kPair, Lists kLists>
 struct Copier {
@@ -143,22 +90,18 @@ struct Copier {
             early = -1;
             int32_t listed = read(piece.first + 1);
             publish();
-            const bool brings = turn.number > 1 || !first_row().known;
-            if (brings && piece.first == piece.end) start_query();
+            const bool brings = kPair && (turn.number > 1 || !first_row().known);
             // A pair's second tile is on its way before queries are waited for: half of a tile
             // leaves no slot for the time until they are there.
             const int32_t queries = kPair ? min(piece.first + 1, piece.end - 1) : piece.first;
             for (int32_t tile = piece.first; tile < piece.end; ++tile) {
-                copy_tile(piece.is_window(tile), here, !kPair && brings && tile == piece.first);
-                if (brings && tile == queries) {
-                    if (kPair) start_query();
-                    finish_query();
-                }
+                copy_tile(piece.is_window(tile), here);
+                if (brings && tile == queries) bring_query();
                 if (tile == queries) prefetch_next();
                 here = locate(tile + 1, listed);
                 listed = read(tile + 2);
             }
-            if (brings && piece.first == piece.end) finish_query();
+            if (brings && piece.first == piece.end) bring_query();
         }
         piece.row = -1;
         publish();
@@ -170,13 +113,14 @@ struct Copier {
     }
 
     // The queries of the piece, when those before are multiplied.
-    __device__ __forceinline__ void start_query() {
+    __device__ __forceinline__ void bring_query() {
         shared.query_empty.wait(turn.number & 1);  // of the piece before; the turn is one ahead
-        if (piece.first < piece.end)
-            start_queries(p, piece.row, piece.head_block, 32 * warp + lane, shared);
-    }
-    __device__ __forceinline__ void finish_query() {
-        if (piece.first < piece.end) finish_queries(p, 32 * warp + lane, shared);
+        if (piece.first < piece.end) {
+            const int thread = 32 * warp + lane;
+            start_queries(p, piece.row, piece.head_block, thread, shared);
+            wait_for_copies();
+            turn_queries<kWarpgroup>(p, thread, shared);
+        }
         shared.query_full.arrive();
     }
 
@@ -260,13 +204,13 @@ struct Copier {
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(x), lane));
     }
 
-    __device__ __forceinline__ void copy_tile(bool window, const Located& at, bool brings) {
+    __device__ __forceinline__ void copy_tile(bool window, const Located& at) {
         with_passes(kind(window),
-                    [&](auto passes) { copy_records<decltype(passes)>(window, at, brings); });
+                    [&](auto passes) { copy_records<decltype(passes)>(window, at); });
     }
 
     template <class Passes>
-    __device__ __forceinline__ void copy_records(bool window, const Located& at, bool brings) {
+    __device__ __forceinline__ void copy_records(bool window, const Located& at) {
         constexpr bool kApart = Passes::kRecord.order == PageOrder::PageSplit;
         constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
         constexpr int kEach = Passes::kCopied;  // also the distance of neighbours in memory
@@ -308,9 +252,6 @@ struct Copier {
             } else {
                 full.arrive();
             }
-            // Both slots are on their way: a third one would wait for the tiles of the piece
-            // before.
-            if (brings && first + Passes::kRecords == kMostRecords) start_query();
         }
     }
 

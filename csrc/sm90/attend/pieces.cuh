@@ -93,17 +93,23 @@ struct Piece {
     __device__ bool is_window(int32_t tile) const { return tile < window_tiles; }
 };
 
-// The first row of this CTA, where it is known before anything is read.
-struct FirstRow {
+// The row of this CTA's piece number `number`, where it is known before anything is read; beyond the
+// call's rows if there is none.
+struct PlannedRow {
     bool known;
     int32_t row, head_block;
 
-    __device__ explicit FirstRow(const SplitPlan& plan)
-        : known(plan.splits > 0),
-          row(static_cast<int32_t>(blockIdx.x) / plan.head_blocks),
-          head_block(static_cast<int32_t>(blockIdx.x) % plan.head_blocks) {
+    __device__ PlannedRow(const SplitPlan& plan, int32_t number) : known(plan.splits > 0) {
+        const auto item = static_cast<int32_t>(blockIdx.x + number * gridDim.x);
+        row = item / plan.head_blocks;
+        head_block = item % plan.head_blocks;
         if (known) row /= plan.splits;
     }
+};
+
+// The first one.
+struct FirstRow : PlannedRow {
+    __device__ explicit FirstRow(const SplitPlan& plan) : PlannedRow(plan, 0) {}
 };
 
 // The pieces of this CTA, in order.
