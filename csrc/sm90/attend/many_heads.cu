@@ -206,61 +206,53 @@ __device__ __forceinline__ void issue_values(Weights& a, uint64_t kv, Output& o)
     cute::warpgroup_commit_batch();
 }
 
-// The end of a piece's sums: two heads a lane, of which each fourth lane speaks.
-struct Sums {
-    bool whole;
-    float sinks[2];  // where the row is not cut
-    float all[2];
+// The sinks of a piece that is a whole row: two heads a lane.
+struct Sinks {
+    float of[2];
 
-    __device__ __forceinline__ Sums(const AttendParams& p, const Cuts& cuts, const Piece& piece,
-                                    const RowPair& rows)
-        : whole(cuts.count(piece.row) == 0) {
+    __device__ __forceinline__ Sinks(const AttendParams& p, const Cuts& cuts, const Piece& piece,
+                                     const RowPair& rows) {
+        const bool whole = cuts.count(piece.row) == 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int head = piece.head_block * kHeadBlock + rows.head[h];
             const bool there = head < p.heads;
-            const float sink = whole && there && p.sink != nullptr ? p.sink[head] : -INFINITY;
-            sinks[h] = sink;
-        }
-    }
-
-    // Factors for both warpgroups.
-    __device__ __forceinline__ void finish(const RowPair& rows, const Softmax& softmax,
-                                           float* factor) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float sum = softmax.sum[h];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            all[h] = sum;
-            const float sink = sinks[h];
-            sum += exp2f(fmaf(sink, kLog2e, -softmax.max[h]));
-            if (threadIdx.x % 4 == 0)
-                factor[rows.head[h]] = all[h] == 0.f ? 0.f : kTileFactor / sum;
-        }
-    }
-
-    __device__ __forceinline__ void store_lse(const AttendParams& p, const Cuts& cuts,
-                                              const Piece& piece, const RowPair& rows,
-                                              const Softmax& softmax) const {
-        if (threadIdx.x % 4 != 0) return;
-        const int32_t slot =
-            whole ? 0 : cuts.slot(piece.row, piece.head_block, piece.split, piece.first);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int head = piece.head_block * kHeadBlock + rows.head[h];
-            const float sum = all[h];
-            const bool empty = sum == 0.f;
-            const float lse = fmaf(softmax.max[h], kLn2, logf(sum));
-            if (head >= p.heads) continue;
-            if (!whole) {
-                *cuts.lse(slot, rows.head[h]) = empty ? -INFINITY : lse;
-            } else if (p.lse) {
-                p.lse.row(piece.row)[head] = empty ? INFINITY : lse;
-            }
+            of[h] = whole && there && p.sink != nullptr ? p.sink[head] : -INFINITY;
         }
     }
 };
+
+// The end of a piece's sums, for both warpgroups: each fourth lane speaks.
+__device__ __forceinline__ void finish_sums(const Sinks& sinks, const Softmax& softmax,
+                                            const RowPair& rows, Ends& ends) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float all = softmax.sum[h];
+        all += __shfl_xor_sync(~0u, all, 1);
+        all += __shfl_xor_sync(~0u, all, 2);
+        const float sum = all + exp2f(fmaf(sinks.of[h], kLog2e, -softmax.max[h]));
+        if (threadIdx.x % 4 != 0) continue;
+        ends.factor[rows.head[h]] = all == 0.f ? 0.f : kTileFactor / sum;
+        ends.max[rows.head[h]] = softmax.max[h];
+        ends.sum[rows.head[h]] = all;
+    }
+}
+
+// A thread for each head.
+__device__ __forceinline__ void store_lse(const AttendParams& p, const Cuts& cuts,
+                                          const Piece& piece, const Ends& ends) {
+    const int mine = threadIdx.x % kWarpgroup, head = piece.head_block * kHeadBlock + mine;
+    if (mine >= kHeadBlock || head >= p.heads) return;
+    const float sum = ends.sum[mine];
+    const bool empty = sum == 0.f;
+    const float lse = fmaf(ends.max[mine], kLn2, logf(sum));
+    if (cuts.count(piece.row) != 0) {
+        *cuts.lse(cuts.slot(piece.row, piece.head_block, piece.split, piece.first), mine) =
+            empty ? -INFINITY : lse;
+    } else if (p.lse) {
+        p.lse.row(piece.row)[head] = empty ? INFINITY : lse;
+    }
+}
 
 // What the scores warpgroup keeps of a piece.
 struct ScoreState {
@@ -426,7 +418,8 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         const int count = piece.end - piece.first;
         turn_half<kPair>(p, piece, turn, shared);
         shared.query_full.wait(turn.number & 1);
-        Sums sums(p, cuts, piece, rows);
+        const Sinks sinks(p, cuts, piece, rows);
+        Ends& ends = shared.ends[turn.number & 1];
         if constexpr (kPauses || (kPair && kLists != Lists::Fp4))
             score_tiles<kPair, kPauses>(shared, count, started, rows, q, scale, ring, state);
         else
@@ -437,27 +430,22 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
             const PieceTurn before{turn.number - 1};
             shared.piece_empty[before.at()].wait(before.parity());
         }
-        float* factor = shared.factor[turn.number & 1];
-        sums.finish(rows, state.softmax, factor);
-        shared.factor_full.arrive();
+        finish_sums(sinks, state.softmax, rows, ends);
+        shared.ends_full.arrive();
         sync_warpgroup(0);
         const Ring last = ring;
         if (count > 0) ring.advance();
         uint8_t* tile = shared.kv[last.stage];
         const Finished finished =
-            stage<0>(cuts, plan, piece, factor, count > 0 ? tile : nullptr, state.o);
-        const auto store_all = [&]() {
-            sums.store_lse(p, cuts, piece, rows, state.softmax);
-            store<0>(p, piece, finished, tile);
-        };
+            stage<0>(cuts, plan, piece, ends.factor, count > 0 ? tile : nullptr, state.o);
         if constexpr (kPair) started = next_is_there(shared, turn, ring);
         if (started) {
             start_scores<kPauses>(shared, ring, q, state);
-            store_all();
+            store<0>(p, piece, finished, tile);
             cute::warpgroup_wait<0>();
             fence_registers(state.s);
         } else {
-            store_all();
+            store<0>(p, piece, finished, tile);
         }
         if (count > 0) give_output_back<kPair, 0>(shared, last.stage);
         shared.piece_empty[turn.at()].arrive();
@@ -486,9 +474,15 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
         o.clear();
         shared.piece_full[turn.at()].wait(turn.parity());
         const Piece& piece = shared.pieces[turn.at()];
-        if (piece.row < 0) break;
         const int count = piece.end - piece.first;
-        turn_half<kPair>(p, piece, turn, shared);
+        if (piece.row >= 0) turn_half<kPair>(p, piece, turn, shared);
+        // The scores wait for queries, nobody for these.
+        if (turn.number > 0) {
+            const PieceTurn before{turn.number - 1};
+            store_lse(p, cuts, shared.pieces[before.at()], shared.ends[before.number & 1]);
+            shared.piece_empty[before.at()].arrive();
+        }
+        if (piece.row < 0) break;
         if (count == 0) queries.next(turn);
         for (int tile = 0; tile < count; ++tile) {
             if (tile > 0) ring.advance();
@@ -507,17 +501,16 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
             fence_registers(o.part);
             if (tile + 1 < count) give_tile_back<kPair, 1>(shared, ring.stage);
         }
-        shared.factor_full.wait(turn.number & 1);
+        shared.ends_full.wait(turn.number & 1);
         sync_warpgroup(1);
         const Finished finished =
-            stage<kHalf / kGroupDims>(cuts, plan, piece, shared.factor[turn.number & 1],
+            stage<kHalf / kGroupDims>(cuts, plan, piece, shared.ends[turn.number & 1].factor,
                                       count > 0 ? shared.kv[ring.stage] : nullptr, o);
         store<kHalf / kGroupDims>(p, piece, finished, shared.kv[ring.stage]);
         if (count > 0) {
             give_output_back<kPair, 1>(shared, ring.stage);
             ring.advance();
         }
-        shared.piece_empty[turn.at()].arrive();
     }
 }
 

@@ -15,7 +15,7 @@
 //                of the first row                       values               -> scores
 //                query_empty                            scores               -> copying warps
 //   weights_*    probabilities of a tile                scores               -> values, and back
-//   factor_full  from sums to outputs                   scores               -> values
+//   ends_full    from sums to outputs                   scores               -> values
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -51,13 +51,18 @@ static_assert(kWarpRecords<false> % kMostRecords == 0 && kWarpRecords<true> % kM
 // What a slot holds: a bit per record, and of which list.
 enum : uint32_t { kOfWindow = 1u << 8, kNoMore = 1u << 9 };
 
+// Of each head at the end of a piece: the factor of its output, and what its lse comes of.
+struct Ends {
+    float factor[kHeadBlock], max[kHeadBlock], sum[kHeadBlock];
+};
+
 struct Shared {
     uint8_t q[kTileBytes];
     uint8_t kv[kStages][kTileBytes];
     uint4 p[kAttendTile / 16][kWarpgroup];  // probabilities: of 16 records, a lane's
     alignas(16) uint8_t slots[kSlots][kSlotBytes];
     float keep[kHeadBlock];       // weight of the earlier tiles
-    float factor[2][kHeadBlock];  // of the finished output, pieces in turns
+    Ends ends[2];                 // pieces in turns
     // A bit per record: of each half of a tile, the conjunction of what the converting warps say.
     alignas(16) uint32_t present[kStages][2][kWarps];
     uint32_t holds[kSlots];
@@ -70,7 +75,7 @@ struct Shared {
     Barrier piece_full[kPieces], piece_empty[kPieces];
     Barrier query_there, query_full, query_empty;
     Barrier weights_full, weights_empty;
-    Barrier factor_full;
+    Barrier ends_full;
 };
 static_assert(sizeof(Shared) <= 227 * 1024);  // opt-in limit
 
@@ -96,7 +101,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     shared.query_empty.init(kWarpgroup);
     shared.weights_full.init(kWarpgroup);
     shared.weights_empty.init(kWarpgroup);
-    shared.factor_full.init(kWarpgroup);
+    shared.ends_full.init(kWarpgroup);
 }
 
 // A pair: the CTAs of a cluster, which have neighbouring blocks of heads of the same rows. Each
