@@ -6,7 +6,8 @@
 //   scores    logits q . k^T, softmax, columns 0..255 of the output
 //   values    columns 256..511
 //   convert   records -> BF16 tile in shared memory (many_heads_convert.cuh)
-//   copy      finds the records, starts their copies, brings queries (many_heads_copy.cuh)
+//   copy      finds the records, starts their copies (many_heads_copy.cuh)
+// Queries are brought by the values, or in a pair by the copying warps (many_heads_query.cuh).
 //
 // Blocks of heads that are even in number go in pairs: a cluster of two CTAs takes the same pieces
 // of two blocks. Each finds, copies and converts half of the records of a tile, and copies the BF16
@@ -130,8 +131,7 @@ struct Softmax {
     }
 };
 
-// Probabilities of a tile as the A operand of the products with the values: 16 records a step.
-inline constexpr int kValueSteps = kAttendTile / 16;
+// Probabilities of a tile as the A operand of the products with the values.
 using Weights = FragmentA[kValueSteps];
 
 __device__ __forceinline__ void to_fragment(const float (&s)[32], int k, FragmentA& a) {
@@ -309,9 +309,10 @@ __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, const Ro
     issue_values<2, 4>(state.a, kv, state.o);
 }
 
-// The tiles of a piece; `started`: the first one has its products. A tile is given back before the
-// products of the next one are issued, so that the tile after that is converted under them. A tile
-// has one copy of the code: the fewer instructions there are, the more of them stay in the cache.
+// The tiles of a piece; `started`, in a pair: the first one has its products. A tile is given back
+// before the products of the next one are issued, so that the tile after that is converted under
+// them. A tile has one copy of the code: the fewer instructions there are, the more of them stay in
+// the cache.
 template <bool kPair, bool kPauses>
 __device__ __forceinline__ void score_tiles(Shared& shared, int count, bool started,
                                             const RowPair& rows, uint64_t q, float scale,

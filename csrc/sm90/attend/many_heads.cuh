@@ -40,6 +40,7 @@ inline constexpr int kHalves = 2;  // of the dims: a consumer each
 inline constexpr int kStages = 2;  // BF16 tiles: a third does not fit beside q
 inline constexpr int kTileBytes = kAttendTile * kHeadDim * 2;
 inline constexpr int kPanels = kHeadDim / kPanelColumns;
+inline constexpr int kValueSteps = kAttendTile / 16;  // of p . v, 16 records each
 template <bool kPair>
 inline constexpr int kWarpRecords = kAttendTile / kWarps / (kPair ? 2 : 1);  // of a tile
 inline constexpr int kWarpSlots = 2;  // a third each does not fit
@@ -59,10 +60,10 @@ struct Ends {
 struct Shared {
     uint8_t q[kTileBytes];
     uint8_t kv[kStages][kTileBytes];
-    uint4 p[kAttendTile / 16][kWarpgroup];  // probabilities: of 16 records, a lane's
+    uint4 p[kValueSteps][kWarpgroup];  // probabilities: of a step, a lane's
     alignas(16) uint8_t slots[kSlots][kSlotBytes];
-    float keep[kHeadBlock];       // weight of the earlier tiles
-    Ends ends[2];                 // pieces in turns
+    float keep[kHeadBlock];  // weight of the earlier tiles
+    Ends ends[2];            // pieces in turns
     // A bit per record: of each half of a tile, the conjunction of what the converting warps say.
     alignas(16) uint32_t present[kStages][2][kWarps];
     uint32_t holds[kSlots];

@@ -205,8 +205,7 @@ struct Copier {
     }
 
     __device__ __forceinline__ void copy_tile(bool window, const Located& at) {
-        with_passes(kind(window),
-                    [&](auto passes) { copy_records<decltype(passes)>(window, at); });
+        with_passes(kind(window), [&](auto passes) { copy_records<decltype(passes)>(window, at); });
     }
 
     template <class Passes>

@@ -115,8 +115,8 @@ struct QueryBringer {
 
 // Blocks alone: a consumer puts half of the queries of a piece into order.
 template <bool kPair>
-__device__ __forceinline__ void turn_half(const AttendParams& p, const Piece& piece,
-                                          PieceTurn turn, Shared& shared) {
+__device__ __forceinline__ void turn_half(const AttendParams& p, const Piece& piece, PieceTurn turn,
+                                          Shared& shared) {
     if constexpr (kPair) return;
     shared.query_there.wait(turn.number & 1);
     if (piece.first < piece.end) turn_queries<kConsumers>(p, threadIdx.x % kConsumers, shared);

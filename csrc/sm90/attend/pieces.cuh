@@ -93,8 +93,8 @@ struct Piece {
     __device__ bool is_window(int32_t tile) const { return tile < window_tiles; }
 };
 
-// The row of this CTA's piece number `number`, where it is known before anything is read; beyond the
-// call's rows if there is none.
+// The row of this CTA's piece number `number`, where it is known before anything is read; beyond
+// the call's rows if there is none.
 struct PlannedRow {
     bool known;
     int32_t row, head_block;
