@@ -417,7 +417,7 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
         const Piece& piece = shared.pieces[turn.at()];
         if (piece.row < 0) break;
         const int count = piece.end - piece.first;
-        turn_half<kPair>(p, piece, turn, shared);
+        order_half<kPair>(p, piece, turn, shared);
         shared.query_full.wait(turn.number & 1);
         const Sinks sinks(p, cuts, piece, rows);
         Ends& ends = shared.ends[turn.number & 1];
@@ -476,7 +476,7 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
         shared.piece_full[turn.at()].wait(turn.parity());
         const Piece& piece = shared.pieces[turn.at()];
         const int count = piece.end - piece.first;
-        if (piece.row >= 0) turn_half<kPair>(p, piece, turn, shared);
+        if (piece.row >= 0) order_half<kPair>(p, piece, turn, shared);
         // The scores wait for queries, nobody for these.
         if (turn.number > 0) {
             const PieceTurn before{turn.number - 1};
@@ -519,7 +519,7 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
 template <bool kPair, Lists kLists>
 __device__ __forceinline__ void prefetch_first(const AttendParams& p, const Plan& plan, int role,
                                                int warp, int lane) {
-    const FirstRow first(split_plan<kLists>(plan));
+    const PlannedRow first(split_plan<kLists>(plan));
     if (!first.known) return;
     const int thread = 32 * warp + lane;
     if (role == 1)

@@ -92,7 +92,7 @@ struct Copier {
             publish();
             const bool brings = kPair && (turn.number > 1 || !first_row().known);
             // A pair's second tile is on its way before queries are waited for: half of a tile
-            // leaves no slot for the time until they are there.
+            // leaves no slot for the time until they are there. Then the next row is asked for.
             const int32_t queries = kPair ? min(piece.first + 1, piece.end - 1) : piece.first;
             for (int32_t tile = piece.first; tile < piece.end; ++tile) {
                 copy_tile(piece.is_window(tile), here);
@@ -108,8 +108,8 @@ struct Copier {
         put_end();
     }
 
-    __device__ __forceinline__ FirstRow first_row() const {
-        return FirstRow(split_plan<kLists>(plan));
+    __device__ __forceinline__ PlannedRow first_row() const {
+        return PlannedRow(split_plan<kLists>(plan));
     }
 
     // The queries of the piece, when those before are multiplied.
@@ -119,7 +119,7 @@ struct Copier {
             const int thread = 32 * warp + lane;
             start_queries(p, piece.row, piece.head_block, thread, shared);
             wait_for_copies();
-            turn_queries<kWarpgroup>(p, thread, shared);
+            order_queries<kWarpgroup>(p, thread, shared);
         }
         shared.query_full.arrive();
     }
@@ -157,7 +157,7 @@ struct Copier {
 
     // Of the first tile of the first row, if it is of a window: before its length is there.
     __device__ __forceinline__ int32_t read_early() const {
-        const FirstRow first = first_row();
+        const PlannedRow first = first_row();
         const int at = first_record<kPair>(warp) + lane % kRecords;
         const bool known =
             first.known && split_plan<kLists>(plan).splits == 1 && at < p.window.columns;

@@ -13,12 +13,12 @@
 
 namespace flash_csa::sm90::many_heads {
 
-// A thread's 16-byte chunks of the queries of a piece: of kThreads threads, one chunk of every
+// A thread's 16-byte chunks of the queries of a piece: of kSharers threads, one chunk of every
 // kStep-th head.
-template <int kThreads>
+template <int kSharers>
 struct QueryChunks {
     static constexpr int kChunks = kHeadDim / kGroupDims;
-    static constexpr int kStep = kThreads / kChunks, kCount = kHeadBlock / kStep;
+    static constexpr int kStep = kSharers / kChunks, kCount = kHeadBlock / kStep;
     int chunk, head;  // the first
     uint8_t* panel;
 
@@ -47,12 +47,12 @@ __device__ __forceinline__ void start_queries(const AttendParams& p, int32_t row
 }
 
 // Puts queries that are there into paired order, and takes the sign of the softmax scale into them.
-// kThreads threads call.
-template <int kThreads>
-__device__ __forceinline__ void turn_queries(const AttendParams& p, int thread, Shared& shared) {
+// kSharers threads call.
+template <int kSharers>
+__device__ __forceinline__ void order_queries(const AttendParams& p, int thread, Shared& shared) {
     constexpr int kAtATime = 4;  // reads that are on their way together
     const uint32_t sign = p.softmax_scale < 0.f ? 0x80008000u : 0;
-    const QueryChunks<kThreads> mine(thread, shared);
+    const QueryChunks<kSharers> mine(thread, shared);
 #pragma unroll 1
     for (int i = 0; i < mine.kCount; i += kAtATime) {
         uint4 x[kAtATime];
@@ -77,13 +77,13 @@ struct QueryBringer {
 
     // Of the first row, while nobody has anything else to do; but what lists say comes first.
     __device__ __forceinline__ void first() const {
-        const PlannedRow first(plan, 0);
+        const PlannedRow first(plan);
         if (kPair && !first.known) return;
         shared.piece_full[0].wait(0);
         if constexpr (kPair) {
             start(first.row, first.head_block);
             wait_for_copies();
-            turn_queries<kWarpgroup>(p, threadIdx.x % kWarpgroup, shared);
+            order_queries<kWarpgroup>(p, threadIdx.x % kWarpgroup, shared);
             shared.query_full.arrive();
         } else {
             start(shared.pieces[0].row, shared.pieces[0].head_block);
@@ -115,11 +115,11 @@ struct QueryBringer {
 
 // Blocks alone: a consumer puts half of the queries of a piece into order.
 template <bool kPair>
-__device__ __forceinline__ void turn_half(const AttendParams& p, const Piece& piece, PieceTurn turn,
-                                          Shared& shared) {
+__device__ __forceinline__ void order_half(const AttendParams& p, const Piece& piece,
+                                           PieceTurn turn, Shared& shared) {
     if constexpr (kPair) return;
     shared.query_there.wait(turn.number & 1);
-    if (piece.first < piece.end) turn_queries<kConsumers>(p, threadIdx.x % kConsumers, shared);
+    if (piece.first < piece.end) order_queries<kConsumers>(p, threadIdx.x % kConsumers, shared);
     shared.query_full.arrive();
 }
 

@@ -99,17 +99,13 @@ struct PlannedRow {
     bool known;
     int32_t row, head_block;
 
-    __device__ PlannedRow(const SplitPlan& plan, int32_t number) : known(plan.splits > 0) {
+    __device__ explicit PlannedRow(const SplitPlan& plan, int32_t number = 0)
+        : known(plan.splits > 0) {
         const auto item = static_cast<int32_t>(blockIdx.x + number * gridDim.x);
         row = item / plan.head_blocks;
         head_block = item % plan.head_blocks;
         if (known) row /= plan.splits;
     }
-};
-
-// The first one.
-struct FirstRow : PlannedRow {
-    __device__ explicit FirstRow(const SplitPlan& plan) : PlannedRow(plan, 0) {}
 };
 
 // The pieces of this CTA, in order.
