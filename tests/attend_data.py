@@ -1,6 +1,8 @@
 """Caches, lists and comparisons that the tests of attend and merge share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -141,10 +143,10 @@ def schedule_of(rows: int, heads: int, device="cpu", **options) -> torch.Tensor:
     return flash_csa.schedule(batch, num_sms=num_sms, **asked, **options)[3]
 
 
-def run(
+def bound_call(
     case: Case, device="cpu", *, dtype: torch.dtype = torch.float32, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of flash_csa.attend, on the CPU again; both are poisoned before the call."""
+) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
+    """flash_csa.attend on `device`, not yet called, and its output and lse, which are poisoned."""
 
     def move(x):
         if isinstance(x, torch.Tensor):
@@ -160,7 +162,8 @@ def run(
     lse = torch.full((rows, heads), torch.nan, device=device)
     space = flash_csa.workspace("attend", device=device, max_rows=rows, heads=heads)
     options = {"schedule": schedule_of(rows, heads, device), "workspace": space, **options}
-    flash_csa.attend(
+    call = partial(
+        flash_csa.attend,
         move(case.q),
         **{name: move(value) for name, value in case.lists().items()},
         sink=move(case.sink),
@@ -169,13 +172,22 @@ def run(
         lse=lse,
         **options,
     )
+    return call, out, lse
+
+
+def run(
+    case: Case, device="cpu", *, dtype: torch.dtype = torch.float32, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of flash_csa.attend, on the CPU again; both are poisoned before the call."""
+    call, out, lse = bound_call(case, device, dtype=dtype, **options)
+    call()
     return out.cpu(), lse.cpu()
 
 
 def spread(case: Case) -> torch.Tensor:
     """A = sum p |v| of every output element, f64 [R, H, 512]: what the bounds are relative to."""
     records, lists = case.reference_lists()
-    _, lse = reference.attend(case.q, records, lists)
+    _, lse = reference.attend(case.q, records, lists, softmax_scale=case.softmax_scale)
     result = torch.zeros(case.q.shape, dtype=torch.float64)
     for t, row in enumerate(lists):
         kv = records[row[row >= 0]].double()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flash_csa
-from attend_data import assert_close, random_case, run, same, spread
+from attend_data import assert_close, bound_call, random_case, run, same, spread
 from flash_csa import _C
 from reference_data import same_bits, table
 
@@ -36,6 +36,29 @@ def test_batch_mates(batch_invariant, device):
         order = torch.randperm(128)
         whole = run(case, device, **options)
         assert same(run(case.rows(order), device, **options), [x[order] for x in whole])
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_queries_that_the_attend_before_wrote(heads, cuda):
+    """The first row of either call has nearly all of the records, so that other blocks have ended
+    when it is written; then it is the first that is asked for."""
+    rows = torch.cuda.get_device_properties(cuda).multi_processor_count
+    lengths = [8000] + [1] * (rows - 1)
+    case = random_case(heads=heads, lengths=lengths, window_lengths=[1] * rows, width=8000)
+    before, q, _ = bound_call(case, cuda, dtype=torch.bfloat16)
+    call, out, lse = bound_call(replace(case, q=q), cuda, dtype=torch.bfloat16)
+    before()
+    torch.cuda.synchronize()
+    call()
+    expected = out.cpu(), lse.cpu()
+    assert all(x.isfinite().all() for x in expected)
+    for _ in range(3):
+        for x in (q, out, lse):
+            x.fill_(torch.nan)
+        torch.cuda.synchronize()
+        before()
+        call()
+        assert same((out.cpu(), lse.cpu()), expected)
 
 
 @pytest.mark.parametrize("records", ["FP4 and FP8", "MixedFp8"])
