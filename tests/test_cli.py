@@ -57,11 +57,19 @@ def test_info():
     assert all(name in result.stdout for name in sizes)
 
 
-def test_info_initialises_no_gpu_unless_it_probes(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found = info.collect(probe=False)
-    assert found["devices"]["gpus"] == 1 and "cuda" not in found["supported"]
-    assert not torch.cuda.is_initialized()
+def test_info_initialises_no_gpu_unless_it_probes():
+    """In a process of its own: a GPU that another test has initialised stays so."""
+    program = """
+import torch
+from flash_csa.cli import info
+
+torch.cuda.device_count = lambda: 1
+found = info.collect(probe=False)
+assert found["devices"]["gpus"] == 1 and "cuda" not in found["supported"], found
+assert not torch.cuda.is_initialized(), "a GPU is initialised"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_info_runs_a_kernel_on_every_gpu(cuda):
