@@ -15,7 +15,7 @@ struct RowList {
     const int32_t* window_slots = nullptr;
     const int32_t* main_slots = nullptr;
     const int32_t* table = nullptr;  // contiguous: the request's pages
-    int32_t page_size = 1;
+    int32_t request = 0, page_size = 1;
 
     FCSA_HD int64_t size() const { return window + main; }
 
@@ -31,29 +31,40 @@ FCSA_HD int64_t clamp_length(int64_t length, int64_t most) {
     return length < 0 ? 0 : length < most ? length : most;
 }
 
-FCSA_HD int64_t list_length(const RecordList& list, int64_t row) {
-    return list.lengths == nullptr ? 0 : clamp_length(list.lengths[row], list.columns);
+FCSA_HD int64_t list_length(const RecordList& list, int32_t length) {
+    return clamp_length(length, list.columns);
 }
 
-// A row whose request or de-rotation position is out of range is padded: its list is empty. What
-// is read of the row is asked for before any of it is looked at.
-FCSA_HD RowList row_list(const AttendParams& p, int64_t row) {
+// Of a row whose main list is not contiguous. A row whose de-rotation position is out of range is
+// padded: its list is empty. What is read of the row is asked for before any of it is looked at.
+FCSA_HD RowList slot_lists(const AttendParams& p, int64_t row) {
+    const int32_t window = p.window.lengths == nullptr ? 0 : p.window.lengths[row];
+    const int32_t main = p.main.lengths == nullptr ? 0 : p.main.lengths[row];
     const int32_t position = p.derotate_positions == nullptr ? -1 : p.derotate_positions[row];
-    RowList list;
-    list.window = list_length(p.window, row);
-    list.window_slots = p.window.slots ? p.window.slots.row(row) : nullptr;
-    if (p.contiguous.data != nullptr) {
-        const int32_t request = p.contiguous_request[row];
-        list.page_size = p.main.pages.page_size;
-        list.main = clamp_length(p.contiguous_n_vis[row],
-                                 int64_t{p.contiguous.columns} * p.main.pages.page_size);
-        if (request < 0 || request >= p.contiguous.requests) return RowList{};
-        list.table = p.contiguous.row(request);
-    } else {
-        list.main = list_length(p.main, row);
-        list.main_slots = p.main.slots ? p.main.slots.row(row) : nullptr;
-    }
     if (p.derotate_positions != nullptr && !p.derotate.holds(position)) return RowList{};
+    RowList list;
+    list.window = list_length(p.window, window);
+    list.window_slots = p.window.slots ? p.window.slots.row(row) : nullptr;
+    list.main = list_length(p.main, main);
+    list.main_slots = p.main.slots ? p.main.slots.row(row) : nullptr;
+    return list;
+}
+
+// The same of any row. A row whose request is out of range is padded, too.
+FCSA_HD RowList row_list(const AttendParams& p, int64_t row) {
+    if (p.contiguous.data == nullptr) return slot_lists(p, row);
+    const int32_t window = p.window.lengths == nullptr ? 0 : p.window.lengths[row];
+    const int32_t main = p.contiguous_n_vis[row], request = p.contiguous_request[row];
+    const int32_t position = p.derotate_positions == nullptr ? -1 : p.derotate_positions[row];
+    if (request < 0 || request >= p.contiguous.requests) return RowList{};
+    if (p.derotate_positions != nullptr && !p.derotate.holds(position)) return RowList{};
+    RowList list;
+    list.window = list_length(p.window, window);
+    list.window_slots = p.window.slots ? p.window.slots.row(row) : nullptr;
+    list.main = clamp_length(main, int64_t{p.contiguous.columns} * p.main.pages.page_size);
+    list.table = p.contiguous.row(request);
+    list.request = request;
+    list.page_size = p.main.pages.page_size;
     return list;
 }
 

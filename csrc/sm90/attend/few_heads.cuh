@@ -90,10 +90,12 @@ struct Tiles {
     int32_t row, request;
     int32_t window_records, main_records;
 
+    // kSlots: there are no contiguous lists.
+    template <bool kSlots>
     __device__ void start(const AttendParams& p, int32_t of_row) {
-        const RowList list = row_list(p, of_row);
+        const RowList list = kSlots ? slot_lists(p, of_row) : row_list(p, of_row);
         row = of_row;
-        request = p.contiguous.data == nullptr ? 0 : p.contiguous_request[of_row];
+        request = list.request;
         window_records = static_cast<int32_t>(list.window);
         main_records = static_cast<int32_t>(list.main);
     }

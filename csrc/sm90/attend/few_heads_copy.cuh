@@ -88,15 +88,15 @@ struct Copier {
     }
 
     __device__ __forceinline__ void look_at(int32_t item) {
-        plan.know_lists(p);
-        next.start(p, item / plan.splits);
+        next.start<kWhole>(p, item / plan.splits);
     }
 
-    // Loads stand in the order in which they are needed: one that waits for a page's translation
-    // holds up those behind it. What is for the row after is asked for behind the first copies.
+    // Loads stand in the order in which they are needed, lengths first: one that waits for a page's
+    // translation holds up those behind it. What is for the row after is asked for behind the first
+    // copies.
     __device__ __forceinline__ void work() {
-        if (kEarlyQuery) ask_for_query(blockIdx.x);
         look_at(blockIdx.x);
+        if (kEarlyQuery) ask_for_query(blockIdx.x);
         run.start(next, plan, blockIdx.x);
         int32_t ahead = find(run.begin);
         for (int32_t item = blockIdx.x; item < plan.items; item += gridDim.x) {

@@ -517,9 +517,9 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
 
 // While the kernel before ends: what is asked for here is read by nobody.
 template <bool kPair, Lists kLists>
-__device__ __forceinline__ void prefetch_first(const AttendParams& p, const Plan& plan, int role,
-                                               int warp, int lane) {
-    const PlannedRow first(split_plan<kLists>(plan));
+__device__ __forceinline__ void prefetch_first(const AttendParams& p, const Plan& plan,
+                                               const PlannedRow& first, int role, int warp,
+                                               int lane) {
     if (!first.known) return;
     const int thread = 32 * warp + lane;
     if (role == 1)
@@ -539,7 +539,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     allow_dependents();
     const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % kWarps, 0), lane = threadIdx.x % 32;
-    if (role != 0) prefetch_first<kPair, kLists>(p, plan, role, warp, lane);
+    const PlannedRow first(split_plan<kLists>(plan));
+    if (role != 0) prefetch_first<kPair, kLists>(p, plan, first, role, warp, lane);
     if (threadIdx.x == 0) {
         init_barriers<kPair>(shared);
         cutlass::arch::fence_barrier_init();
@@ -563,7 +564,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
         cutlass::arch::warpgroup_reg_dealloc<Registers<kPauses>::kCopy>();
         const Cuts cuts(p, splits);
-        Copier<kPair, kLists>(p, plan, splits, cuts, shared, warp, lane).work();
+        Copier<kPair, kLists>(p, plan, splits, cuts, shared, warp, lane).work(first);
     }
 }
 

@@ -82,9 +82,10 @@ struct Copier {
           pieces(params, splits, cuts),
           slot(warp_) {}
 
-    __device__ __forceinline__ void work() {
-        int32_t early = read_early();
-        while (pieces.next(piece)) {
+    // first: the row of the first piece.
+    __device__ __forceinline__ void work(const PlannedRow& first) {
+        int32_t early = read_early(first);
+        while (pieces.template next<kLists != Lists::Any>(piece)) {
             const bool known = early >= 0 && piece.is_window(piece.first);
             Located here = locate(piece.first, known ? early : read(piece.first));
             early = -1;
@@ -156,8 +157,7 @@ struct Copier {
     }
 
     // Of the first tile of the first row, if it is of a window: before its length is there.
-    __device__ __forceinline__ int32_t read_early() const {
-        const PlannedRow first = first_row();
+    __device__ __forceinline__ int32_t read_early(const PlannedRow& first) const {
         const int at = first_record<kPair>(warp) + lane % kRecords;
         const bool known =
             first.known && split_plan<kLists>(plan).splits == 1 && at < p.window.columns;

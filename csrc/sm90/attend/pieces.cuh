@@ -114,6 +114,8 @@ class Pieces {
     __device__ Pieces(const AttendParams& p, const SplitPlan& plan, const Cuts& cuts)
         : p_(p), plan_(plan), cuts_(cuts), item_(blockIdx.x) {}
 
+    // kSlots: there are no contiguous lists.
+    template <bool kSlots>
     __device__ bool next(Piece& piece) {
         const int32_t each = cuts_.scheduled() ? cuts_.workers() : p_.rows;
         const int32_t splits = plan_.splits > 1 ? plan_.splits : 1;
@@ -121,13 +123,13 @@ class Pieces {
             if (item_ >= each * plan_.head_blocks * splits) return false;
             start_item(splits);
         }
-        const RowList list = row_list(p_, row_);
+        const RowList list = kSlots ? slot_lists(p_, row_) : row_list(p_, row_);
         piece.row = row_;
         piece.head_block = head_block_;
         piece.split = split_;
         piece.window = static_cast<int32_t>(list.window);
         piece.main = static_cast<int32_t>(list.main);
-        if (p_.contiguous.data != nullptr) piece.request = p_.contiguous_request[row_];
+        piece.request = list.request;
         if (splits > 1) {
             piece.window_tiles = Piece::tiles(p_.window.columns);
             const int32_t all = piece.window_tiles + Piece::tiles(p_.main.columns);
