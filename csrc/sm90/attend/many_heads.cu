@@ -29,16 +29,15 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "sm90/attend/lag.cuh"
 #include "sm90/attend/many_heads_convert.cuh"
 #include "sm90/attend/many_heads_copy.cuh"
 #include "sm90/attend/many_heads_output.cuh"
 #include "sm90/attend/many_heads_query.cuh"
+#include "sm90/attend/many_heads_softmax.cuh"
 #include "sm90/attend/variants.h"
 #include "sm90/common/cluster.h"
 #include "sm90/common/cluster_sync.cuh"
 #include "sm90/common/dependents.cuh"
-#include "sm90/common/exp2.cuh"
 #include "sm90/common/launch.h"
 #include "sm90/common/wgmma.cuh"
 
@@ -52,83 +51,6 @@ template <bool kPauses>
 struct Registers {
     static constexpr int kScores = 208, kCopy = kPauses ? 56 : 48, kConvert = kPauses ? 72 : 80;
     static constexpr int kValues = 512 - kScores - kCopy - kConvert;
-};
-
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-// Online softmax of two heads per lane. Logits are in units of log 2.
-struct Softmax {
-    float max[2] = {-INFINITY, -INFINITY};    // about the largest logit
-    float sum[2] = {0.f, 0.f};                // of this lane's records
-    float limit[2] = {-INFINITY, -INFINITY};  // what a logit has to exceed to be the maximum
-    float base[2];                            // the maximum, if there is one
-
-    // s: products with the tile. Finds the maxima; true where none of a warp's that there were
-    // before has moved. before: those of earlier tiles.
-    __device__ __forceinline__ bool raise(float (&s)[32], float scale, uint64_t present,
-                                          float (&before)[2]) {
-        bool stands = true;
-        const int column = threadIdx.x % 4 * 2;
-        if (present != ~uint64_t{0}) {
-#pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                if (!(present >> (i / 4 * 8 + column + i % 2) & 1)) s[i] = -INFINITY;
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float most[4];  // short chains
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                most[j] = fmaxf(fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]),
-                                fmaxf(s[4 * j + 16 + 2 * h], s[4 * j + 17 + 2 * h]));
-            float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale;
-            // The maximum passes over a NaN logit; its weight does not, and is seen in the output.
-            before[h] = max[h];
-            if (largest > limit[h]) {
-                max[h] = largest;
-                stands &= before[h] == -INFINITY;
-            }
-            base[h] = max[h] == -INFINITY ? 0.f : max[h];
-        }
-        return __all_sync(~0u, stands);
-    }
-
-    // The weight of earlier tiles.
-    __device__ __forceinline__ void shrink(const float (&before)[2], float (&keep)[2]) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            keep[h] = exp2_approx(before[h] - base[h]);
-            sum[h] *= keep[h];
-        }
-    }
-
-    // For the next tile, of what is weighed so far: beside the second half's exponentials, as under
-    // q . k no shuffle gets through.
-    __device__ __forceinline__ void find_limits() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) limit[h] = max[h] + slack_of_quad(sum[h]);
-    }
-
-    // Probabilities of one half of the tile's records, in place.
-    __device__ __forceinline__ void weigh(float (&s)[32], float scale, int half) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float total[2] = {0.f, 0.f};
-#pragma unroll
-            for (int j = 4 * half; j < 4 * half + 4; ++j) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    float& x = s[4 * j + 2 * h + i];
-                    x = exp2_approx(fmaf(x, scale, -base[h]));
-                    total[i] += x;
-                }
-            }
-            sum[h] += total[0] + total[1];
-        }
-    }
 };
 
 // Probabilities of a tile as the A operand of the products with the values.

@@ -64,8 +64,8 @@ struct Shared {
     alignas(16) uint8_t slots[kSlots][kSlotBytes];
     float keep[kHeadBlock];  // weight of the earlier tiles
     Ends ends[2];            // pieces in turns
-    // A bit per record: of each half of a tile, the conjunction of what the converting warps say.
-    alignas(16) uint32_t present[kStages][2][kWarps];
+    // A bit per record: of each half of a tile, the conjunction of what its converting warps say.
+    alignas(16) uint32_t present[kStages][2 * kWarps];
     uint32_t holds[kSlots];
     bool next_is_there;     // says a thread of the scores to the others
     Piece pieces[kPieces];  // in turns; row -1: no more
@@ -134,14 +134,11 @@ __device__ __forceinline__ int first_record(int warp) {
 // Records of a tile that are there.
 template <bool kPair>
 __device__ __forceinline__ uint64_t present_records(const Shared& shared, int stage) {
-    const auto half = [&](int h) {
-        const uint32_t* said = shared.present[stage][h];
-        const uint2 x = *reinterpret_cast<const uint2*>(said);
-        if constexpr (!kPair) return x.x & x.y;
-        const uint2 y = *reinterpret_cast<const uint2*>(said + 2);
-        return x.x & x.y & y.x & y.y;
-    };
-    return uint64_t{half(1)} << 32 | half(0);
+    const auto* said = reinterpret_cast<const uint4*>(shared.present[stage]);
+    const uint4 x = said[0];
+    if constexpr (!kPair) return uint64_t{x.z & x.w} << 32 | (x.x & x.y);
+    const uint4 y = said[1];
+    return uint64_t{y.x & y.y & y.z & y.w} << 32 | (x.x & x.y & x.z & x.w);
 }
 
 // A consumer gives its half of a tile back. The peer is told by a lane of each warp.

@@ -99,7 +99,7 @@ struct Converter {
             constexpr uint32_t kAll = (1u << Passes::kRecords) - 1;
             if (mine != kAll) erase<0, kPanels>(kRecords * warp + first, ~mine & kAll);
         }
-        if (lane == 0) shared.present[ring.stage][warp / 2][warp % 2] = present_word(present);
+        if (lane == 0) shared.present[ring.stage][warp] = present_word(present);
         cutlass::arch::fence_view_async_shared();
         shared.tile_full[ring.stage].arrive();
     }
@@ -125,7 +125,7 @@ struct Converter {
         };
         wait_for_place<0>();
         if (lane == 0) {
-            uint32_t& said = shared.present[ring.stage][peer.rank][warp];
+            uint32_t& said = shared.present[ring.stage][peer.rank * kWarps + warp];
             said = present_word(present);
             store_remote(peer.at(said), said, peer.at(full));
             full.expect_transaction(kSentBytes);  // of the same warp there
