@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, tuple[int, ...]]] = {
         "missing barrier or wait": (1661, 1668, 1691),
         "last tile": (1610, 1662, 1678),
         "mask of an absent slot": (1603, 1643, 1651, 1671, 1672),
-        "stale ring stage": (1613, 1666, 1694),
+        "stale ring stage": (1613, 1623, 1666, 1694),
         "sink twice": (1606, 1614, 1649, 1665, 1696),
         "weights of an older maximum": (1605, 1641, 1644, 1652, 1653),
         "scale of the next group": (1602, 1685),

@@ -182,15 +182,20 @@ struct ScoreState {
     float s[32];  // products, then probabilities of a tile
     Weights a;
     float keep[2];
+    bool all_present;  // in the tile
     Softmax softmax;
     uint32_t weights_parity = 1;
 };
 
-template <bool kPauses>
+// Who is present is read before the products are issued: while they run, shared memory answers
+// late.
+template <bool kPair, bool kPauses>
 __device__ __forceinline__ void start_scores(Shared& shared, const Ring& ring, uint64_t q,
                                              ScoreState& state) {
     shared.tile_full[ring.stage].wait(ring.parity);
+    const uint64_t present = present_records<kPair>(shared, ring.stage);
     issue_scores<kPauses>(q, advance(k_major(shared.kv[0]), ring.stage * kTileBytes), state.s);
+    state.all_present = present == ~uint64_t{0};
 }
 
 // The other warpgroup's share of it.
@@ -208,15 +213,17 @@ __device__ __forceinline__ void share_weights(Shared& shared, const RowPair& row
 template <bool kPair>
 __device__ __forceinline__ void weigh(Shared& shared, const Ring& ring, const RowPair& rows,
                                       float scale, ScoreState& state) {
-    const uint64_t present = present_records<kPair>(shared, ring.stage);
     const uint64_t kv =
         uniform(advance(mn_major(shared.kv[0], kTilePanelBytes), ring.stage * kTileBytes));
-    float before[2];
-    if (state.softmax.raise(state.s, scale, present, before)) {
-        state.keep[0] = state.keep[1] = 1.f;
-    } else {
-        state.softmax.shrink(before, state.keep);
-        scale_rows(state.o, state.keep[0], state.keep[1]);
+    if (!state.all_present)
+        Softmax::drop_absent(state.s, present_records<kPair>(shared, ring.stage));
+    float largest[2], before[2];
+    state.keep[0] = state.keep[1] = 1.f;
+    if (state.softmax.exceeds(state.s, scale, largest)) {
+        if (!state.softmax.raise(largest, before)) {
+            state.softmax.shrink(before, state.keep);
+            scale_rows(state.o, state.keep[0], state.keep[1]);
+        }
     }
     state.softmax.weigh(state.s, scale, 0);
     to_fragment(state.s, 0, state.a[0]);
@@ -242,7 +249,7 @@ __device__ __forceinline__ void score_tiles(Shared& shared, int count, bool star
     for (int tile = 0; tile < count; ++tile) {
         if (tile > 0) ring.advance();
         if (tile > 0 || !started) {
-            start_scores<kPauses>(shared, ring, q, state);
+            start_scores<kPair, kPauses>(shared, ring, q, state);
             cute::warpgroup_wait<0>();
             fence_registers(state.s);
         }
@@ -264,7 +271,7 @@ __device__ __forceinline__ void score_tiles_and_last(Shared& shared, int count, 
                                                      Ring& ring, ScoreState& state) {
     constexpr int kQueued = 4;  // steps
     if (count > 0 && !started) {
-        start_scores<false>(shared, ring, q, state);
+        start_scores<kPair, false>(shared, ring, q, state);
         cute::warpgroup_wait<0>();
         fence_registers(state.s);
     }
@@ -276,16 +283,18 @@ __device__ __forceinline__ void score_tiles_and_last(Shared& shared, int count, 
             cute::warpgroup_wait<0>();
             fence_registers(state.o.part);
             give_tile_back<kPair, 0>(shared, ring.stage);
-            start_scores<false>(shared, next, q, state);
+            start_scores<kPair, false>(shared, next, q, state);
         } else {
             const uint64_t kv = uniform(advance(k_major(shared.kv[0]), next.stage * kTileBytes));
             shared.tile_full[next.stage].wait(next.parity);
+            const uint64_t present = present_records<kPair>(shared, next.stage);
             fence_registers(state.s);
             issue_score_steps(q, kv, state.s, 0, kQueued);
             cute::warpgroup_wait<1>();
             fence_registers(state.o.part);
             give_tile_back<kPair, 0>(shared, ring.stage);
             issue_score_steps(q, kv, state.s, kQueued, kScoreSteps);
+            state.all_present = present == ~uint64_t{0};
         }
         cute::warpgroup_wait<0>();
         fence_registers(state.s);
@@ -363,7 +372,7 @@ __device__ __forceinline__ void scores(const AttendParams& p, const SplitPlan& p
             stage<0>(cuts, plan, piece, ends.factor, count > 0 ? tile : nullptr, state.o);
         if constexpr (kPair) started = next_is_there(shared, turn, ring);
         if (started) {
-            start_scores<kPauses>(shared, ring, q, state);
+            start_scores<kPair, kPauses>(shared, ring, q, state);
             store<0>(p, piece, finished, tile);
             cute::warpgroup_wait<0>();
             fence_registers(state.s);
