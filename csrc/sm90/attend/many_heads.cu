@@ -34,6 +34,7 @@
 #include "sm90/attend/many_heads_output.cuh"
 #include "sm90/attend/many_heads_query.cuh"
 #include "sm90/attend/many_heads_softmax.cuh"
+#include "sm90/attend/query_map.h"
 #include "sm90/attend/variants.h"
 #include "sm90/common/cluster.h"
 #include "sm90/common/cluster_sync.cuh"
@@ -394,13 +395,13 @@ __device__ __forceinline__ void take_weights(const Shared& shared, Weights& a) {
 
 template <bool kPair>
 __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& plan,
-                                       const Cuts& cuts, Shared& shared) {
+                                       const CUtensorMap& map, const Cuts& cuts, Shared& shared) {
     const uint64_t columns =
         mn_major(shared.kv[0] + kPanels / 2 * kTilePanelBytes, kTilePanelBytes);
     Ring ring;
     uint32_t weights_parity = 0;
     Output o;
-    const QueryBringer<kPair> queries{p, plan, shared};
+    const QueryBringer<kPair> queries{p, plan, map, shared};
     queries.first();
     for (PieceTurn turn;; ++turn.number) {
         o.clear();
@@ -464,7 +465,8 @@ __device__ __forceinline__ void prefetch_first(const AttendParams& p, const Plan
 
 template <bool kPair, bool kPauses, Lists kLists>
 __global__ void __launch_bounds__(kThreads, 1)
-    many_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
+    many_heads_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
+                      const __grid_constant__ CUtensorMap queries) {
     extern __shared__ __align__(1024) uint8_t bytes[];  // the swizzle counts from multiples of 1024
     Shared& shared = *reinterpret_cast<Shared*>(bytes);
     allow_dependents();
@@ -488,14 +490,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         scores<kPair, kPauses, kLists>(p, splits, Cuts(p, splits), shared);
     } else if (role == 1) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPauses>::kValues>();
-        values<kPair>(p, splits, Cuts(p, splits), shared);
+        values<kPair>(p, splits, queries, Cuts(p, splits), shared);
     } else if (role == 2) {
         cutlass::arch::warpgroup_reg_dealloc<Registers<kPauses>::kConvert>();
         Converter<kPair, kLists>(p, plan, shared, warp, lane).work();
     } else {
         cutlass::arch::warpgroup_reg_dealloc<Registers<kPauses>::kCopy>();
         const Cuts cuts(p, splits);
-        Copier<kPair, kLists>(p, plan, splits, cuts, shared, warp, lane).work(first);
+        Copier<kPair, kLists>(p, plan, splits, queries, cuts, shared, warp, lane).work(first);
     }
 }
 
@@ -507,12 +509,15 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& splits, in
     const int64_t items = int64_t{p.rows} * splits.head_blocks * splits.splits;
     int64_t blocks = splits.splits > 0 && items < num_sms ? items : num_sms;
     const Plan plan{splits, Places(p.window.pages), Places(p.main.pages)};
+    CUtensorMap queries{};
     const Lists lists = lists_of(p, splits);
-    if (splits.head_blocks % 2 == 0 && num_sms > 1) {
+    if (splits.head_blocks % 2 == 0 && num_sms > 1 &&
+        map_queries(p, kPanelColumns, kHeadBlock, queries)) {
         const auto kernel = lists == Lists::Fp4     ? many_heads_kernel<true, false, Lists::Fp4>
                             : lists == Lists::Mixed ? many_heads_kernel<true, false, Lists::Mixed>
                                                     : many_heads_kernel<true, false, Lists::Any>;
-        return launch_clusters(kernel, blocks / 2, 2, kThreads, sizeof(Shared), stream, p, plan);
+        return launch_clusters(kernel, blocks / 2, 2, kThreads, sizeof(Shared), stream, p, plan,
+                               queries);
     }
     const auto any = p.main.pages.record == RecordId::MixedFp8
                          ? many_heads_kernel<false, true, Lists::Any>
@@ -520,7 +525,8 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& splits, in
     const auto kernel = lists == Lists::Fp4     ? many_heads_kernel<false, false, Lists::Fp4>
                         : lists == Lists::Mixed ? many_heads_kernel<false, true, Lists::Mixed>
                                                 : any;
-    return launch_after(kernel, blocks_for(blocks, 1), kThreads, sizeof(Shared), stream, p, plan);
+    return launch_after(kernel, blocks_for(blocks, 1), kThreads, sizeof(Shared), stream, p, plan,
+                        queries);
 }
 
 }  // namespace flash_csa::sm90

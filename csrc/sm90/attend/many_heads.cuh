@@ -11,7 +11,8 @@
 //   query_there  the queries of a piece, as they lie    values               -> both consumers
 //   query_full   they are in paired order               both consumers       -> scores
 //   query_empty  they are multiplied                    scores               -> values
-//                in a pair: query_full                  copying warps        -> scores
+//                in a pair: query_there                 tensor copies, bytes -> who orders them
+//                query_full                             copying warps        -> scores
 //                of the first row                       values               -> scores
 //                query_empty                            scores               -> copying warps
 //   weights_*    probabilities of a tile                scores               -> values, and back
@@ -74,7 +75,8 @@ struct Shared {
     CopyBarrier tile_full[kStages];
     Barrier tile_empty[kStages][kHalves], peer_empty[kStages][kHalves];
     Barrier piece_full[kPieces], piece_empty[kPieces];
-    Barrier query_there, query_full, query_empty;
+    CopyBarrier query_there;
+    Barrier query_full, query_empty;
     Barrier weights_full, weights_empty;
     Barrier ends_full;
 };
@@ -97,7 +99,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
         shared.piece_full[i].init(32);
         shared.piece_empty[i].init(kConsumers);
     }
-    shared.query_there.init(kWarpgroup);
+    shared.query_there.init(kPair ? 1 : kWarpgroup);
     shared.query_full.init(kPair ? kWarpgroup : kConsumers);
     shared.query_empty.init(kWarpgroup);
     shared.weights_full.init(kWarpgroup);

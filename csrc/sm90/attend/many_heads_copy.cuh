@@ -64,23 +64,27 @@ struct Copier {
     static constexpr int kRecords = kWarpRecords<kPair>;
     const AttendParams& p;
     const Plan& plan;
+    const CUtensorMap& queries;
     Shared& shared;
     const int warp, lane;
     Pieces pieces;
     SlotTurn slot;
     Piece piece;
     PieceTurn turn;
+    uint32_t brought;  // queries, of the first row by the values
 
     __device__ __forceinline__ Copier(const AttendParams& params, const Plan& plan_,
-                                      const SplitPlan& splits, const Cuts& cuts, Shared& shared_,
-                                      int warp_, int lane_)
+                                      const SplitPlan& splits, const CUtensorMap& queries_,
+                                      const Cuts& cuts, Shared& shared_, int warp_, int lane_)
         : p(params),
           plan(plan_),
+          queries(queries_),
           shared(shared_),
           warp(warp_),
           lane(lane_),
           pieces(params, splits, cuts),
-          slot(warp_) {}
+          slot(warp_),
+          brought(first_row().known) {}
 
     // first: the row of the first piece.
     __device__ __forceinline__ void work(const PlannedRow& first) {
@@ -94,11 +98,11 @@ struct Copier {
             const bool brings = kPair && (turn.number > 1 || !first_row().known);
             // A pair's second tile is on its way before queries are waited for: half of a tile
             // leaves no slot for the time until they are there. Then the next row is asked for.
-            const int32_t queries = kPair ? min(piece.first + 1, piece.end - 1) : piece.first;
+            const int32_t behind = kPair ? min(piece.first + 1, piece.end - 1) : piece.first;
             for (int32_t tile = piece.first; tile < piece.end; ++tile) {
                 copy_tile(piece.is_window(tile), here);
-                if (brings && tile == queries) bring_query();
-                if (tile == queries) prefetch_next();
+                if (brings && tile == behind) bring_query();
+                if (tile == behind) prefetch_next();
                 here = locate(tile + 1, listed);
                 listed = read(tile + 2);
             }
@@ -118,8 +122,9 @@ struct Copier {
         shared.query_empty.wait(turn.number & 1);  // of the piece before; the turn is one ahead
         if (piece.first < piece.end) {
             const int thread = 32 * warp + lane;
-            start_queries(p, piece.row, piece.head_block, thread, shared);
-            wait_for_copies();
+            if (thread == 0) start_queries_of_pair(queries, piece.row, piece.head_block, shared);
+            shared.query_there.wait(brought & 1);
+            ++brought;
             order_queries<kWarpgroup>(p, thread, shared);
         }
         shared.query_full.arrive();

@@ -3,8 +3,12 @@
 // They are copied as they lie, swizzled in panels, and then put into paired order (dequant.cuh).
 // In blocks alone the values copy them while they wait for the last weights of the row before, and
 // both consumers put them into order; in a pair, whose consumers have no time to spare between
-// rows, the copying warps do both.
+// rows, the copying warps do both: by tensor copies, which are one instruction for 64 heads of a
+// panel instead of 512 copies.
 #pragma once
+
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "sm90/attend/many_heads.cuh"
 #include "sm90/attend/output.cuh"
@@ -46,6 +50,19 @@ __device__ __forceinline__ void start_queries(const AttendParams& p, int32_t row
     }
 }
 
+// The same in a pair, by tensor copies. A thread calls.
+__device__ __forceinline__ void start_queries_of_pair(const CUtensorMap& map, int32_t row,
+                                                      int32_t head_block, Shared& shared) {
+    CopyBarrier& there = shared.query_there;
+    there.arrive_and_expect_tx(kTileBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+        cute::SM90_TMA_LOAD_3D::copy(&map, reinterpret_cast<uint64_t*>(&there),
+                                     static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     shared.q + panel * kTilePanelBytes, panel * kPanelColumns,
+                                     head_block * kHeadBlock, row);
+}
+
 // Puts queries that are there into paired order, and takes the sign of the softmax scale into them.
 // kSharers threads call.
 template <int kSharers>
@@ -73,6 +90,7 @@ template <bool kPair>
 struct QueryBringer {
     const AttendParams& p;
     const SplitPlan& plan;
+    const CUtensorMap& map;
     Shared& shared;
 
     // Of the first row, while nobody has anything else to do; but what lists say comes first.
@@ -82,7 +100,7 @@ struct QueryBringer {
         shared.piece_full[0].wait(0);
         if constexpr (kPair) {
             start(first.row, first.head_block);
-            wait_for_copies();
+            shared.query_there.wait(0);
             order_queries<kWarpgroup>(p, threadIdx.x % kWarpgroup, shared);
             shared.query_full.arrive();
         } else {
@@ -106,10 +124,14 @@ struct QueryBringer {
   private:
     __device__ __forceinline__ void start(int32_t row, int32_t head_block) const {
         if (row < 0 || row >= p.rows) return;
-        start_queries(p, row, head_block, threadIdx.x % kWarpgroup, shared);
-        if constexpr (!kPair)
+        const int thread = threadIdx.x % kWarpgroup;
+        if constexpr (kPair) {
+            if (thread == 0) start_queries_of_pair(map, row, head_block, shared);
+        } else {
+            start_queries(p, row, head_block, thread, shared);
             cutlass::arch::cpasync_barrier_arrive_noinc(
                 reinterpret_cast<uint64_t*>(&shared.query_there));
+        }
     }
 };
 
