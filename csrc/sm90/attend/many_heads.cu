@@ -7,7 +7,8 @@
 //   values    columns 256..511
 //   convert   records -> BF16 tile in shared memory (many_heads_convert.cuh)
 //   copy      finds the records, starts their copies (many_heads_copy.cuh)
-// Queries are brought by the values, or in a pair by the copying warps (many_heads_query.cuh).
+// Queries are brought by the values, or in a pair by the copying warps (many_heads_query.cuh). A
+// pair's first tile is the consumers' (many_heads_first.cuh).
 //
 // Blocks of heads that are even in number go in pairs: a cluster of two CTAs takes the same pieces
 // of two blocks. Each finds, copies and converts half of the records of a tile, and copies the BF16
@@ -31,6 +32,7 @@
 
 #include "sm90/attend/many_heads_convert.cuh"
 #include "sm90/attend/many_heads_copy.cuh"
+#include "sm90/attend/many_heads_first.cuh"
 #include "sm90/attend/many_heads_output.cuh"
 #include "sm90/attend/many_heads_query.cuh"
 #include "sm90/attend/many_heads_softmax.cuh"
@@ -393,7 +395,7 @@ __device__ __forceinline__ void take_weights(const Shared& shared, Weights& a) {
     }
 }
 
-template <bool kPair>
+template <bool kPair, Lists kLists>
 __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& plan,
                                        const CUtensorMap& map, const Cuts& cuts, Shared& shared) {
     const uint64_t columns =
@@ -401,7 +403,7 @@ __device__ __forceinline__ void values(const AttendParams& p, const SplitPlan& p
     Ring ring;
     uint32_t weights_parity = 0;
     Output o;
-    const QueryBringer<kPair> queries{p, plan, map, shared};
+    const QueryBringer<kPair, kLists> queries{p, plan, map, shared};
     queries.first();
     for (PieceTurn turn;; ++turn.number) {
         o.clear();
@@ -485,15 +487,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     wait_for_previous();
     const SplitPlan& splits = split_plan<kLists>(plan);
+    bool begun = false;  // the first tile, by the consumers
+    if constexpr (kConsumersBegin<kPair, kLists>) {
+        if (role < 2)
+            begin_pair(p, plan, queries, first, role * kWarps + warp, lane, shared);
+        else if (role == 2)
+            begun = FirstTile::is_there(p, first);
+    }
     if (role == 0) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPauses>::kScores>();
         scores<kPair, kPauses, kLists>(p, splits, Cuts(p, splits), shared);
     } else if (role == 1) {
         cutlass::arch::warpgroup_reg_alloc<Registers<kPauses>::kValues>();
-        values<kPair>(p, splits, queries, Cuts(p, splits), shared);
+        values<kPair, kLists>(p, splits, queries, Cuts(p, splits), shared);
     } else if (role == 2) {
         cutlass::arch::warpgroup_reg_dealloc<Registers<kPauses>::kConvert>();
-        Converter<kPair, kLists>(p, plan, shared, warp, lane).work();
+        Converter<kPair, kLists>(p, plan, shared, warp, lane).work(begun);
     } else {
         cutlass::arch::warpgroup_reg_dealloc<Registers<kPauses>::kCopy>();
         const Cuts cuts(p, splits);
@@ -509,8 +518,8 @@ cudaError_t attend_many_heads(const AttendParams& p, const SplitPlan& splits, in
     const int64_t items = int64_t{p.rows} * splits.head_blocks * splits.splits;
     int64_t blocks = splits.splits > 0 && items < num_sms ? items : num_sms;
     const Plan plan{splits, Places(p.window.pages), Places(p.main.pages)};
-    CUtensorMap queries{};
     const Lists lists = lists_of(p, splits);
+    CUtensorMap queries{};  // of pairs
     if (splits.head_blocks % 2 == 0 && num_sms > 1 &&
         map_queries(p, kPanelColumns, kHeadBlock, queries)) {
         const auto kernel = lists == Lists::Fp4     ? many_heads_kernel<true, false, Lists::Fp4>

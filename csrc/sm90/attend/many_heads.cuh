@@ -17,6 +17,9 @@
 //                query_empty                            scores               -> copying warps
 //   weights_*    probabilities of a tile                scores               -> values, and back
 //   ends_full    from sums to outputs                   scores               -> values
+//   first_there  the first tile's records, if consumers
+//                convert it                             consumers, bytes     -> consumers
+//   first_read   their places are free                  consumers            -> converting warps
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -79,6 +82,8 @@ struct Shared {
     Barrier query_full, query_empty;
     Barrier weights_full, weights_empty;
     Barrier ends_full;
+    CopyBarrier first_there;
+    Barrier first_read;
 };
 static_assert(sizeof(Shared) <= 227 * 1024);  // opt-in limit
 
@@ -105,6 +110,10 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     shared.weights_full.init(kWarpgroup);
     shared.weights_empty.init(kWarpgroup);
     shared.ends_full.init(kWarpgroup);
+    if constexpr (kPair) {
+        shared.first_there.init(2 * kWarps);
+        shared.first_read.init(kConsumers);
+    }
 }
 
 // A pair: the CTAs of a cluster, which have neighbouring blocks of heads of the same rows. Each
@@ -235,6 +244,10 @@ inline Lists lists_of(const AttendParams& p, const SplitPlan& splits) {
     if (are(RecordId::WindowFp8, RecordId::MainFp4)) return Lists::Fp4;
     return are(RecordId::MixedFp8, RecordId::MixedFp8) ? Lists::Mixed : Lists::Any;
 }
+
+// Whether the consumers convert the first tile of a CTA's first row (many_heads_first.cuh).
+template <bool kPair, Lists kLists>
+inline constexpr bool kConsumersBegin = kPair && kLists == Lists::Fp4;
 
 template <Lists kLists>
 __device__ __forceinline__ RecordId record_id(const Plan& plan, bool window) {

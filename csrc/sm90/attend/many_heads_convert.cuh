@@ -29,7 +29,12 @@ struct Converter {
                                          Shared& shared_, int warp_, int lane_)
         : p(params), plan(plan_), shared(shared_), warp(warp_), lane(lane_), slot(warp_) {}
 
-    __device__ __forceinline__ void work() {
+    // begun: others convert the first tile, whose records come to where the second one does.
+    __device__ __forceinline__ void work(bool begun) {
+        if (begun) {
+            ring.advance();
+            shared.first_read.wait(0);
+        }
         for (;; ring.advance()) {
             shared.slot_full[slot.at].wait(slot.parity);
             const uint32_t holds = shared.holds[slot.at];

@@ -71,7 +71,7 @@ struct Copier {
     SlotTurn slot;
     Piece piece;
     PieceTurn turn;
-    uint32_t brought;  // queries, of the first row by the values
+    uint32_t brought;  // queries, of the first row by others
 
     __device__ __forceinline__ Copier(const AttendParams& params, const Plan& plan_,
                                       const SplitPlan& splits, const CUtensorMap& queries_,
@@ -88,18 +88,22 @@ struct Copier {
 
     // first: the row of the first piece.
     __device__ __forceinline__ void work(const PlannedRow& first) {
-        int32_t early = read_early(first);
+        bool begun = kConsumersBegin<kPair, kLists>;  // the first tile, by the consumers
+        int32_t early = read_early(first, begun ? kAttendTile : 0);
         while (pieces.template next<kLists != Lists::Any>(piece)) {
-            const bool known = early >= 0 && piece.is_window(piece.first);
-            Located here = locate(piece.first, known ? early : read(piece.first));
+            int32_t tile = piece.first + (begun && piece.is_window(piece.first) ? 1 : 0);
+            const bool known = early >= 0 && piece.is_window(tile);
+            Located here = locate(tile, known ? early : read(tile));
             early = -1;
-            int32_t listed = read(piece.first + 1);
+            begun = false;
+            int32_t listed = read(tile + 1);
             publish();
             const bool brings = kPair && (turn.number > 1 || !first_row().known);
             // A pair's second tile is on its way before queries are waited for: half of a tile
             // leaves no slot for the time until they are there. Then the next row is asked for.
-            const int32_t behind = kPair ? min(piece.first + 1, piece.end - 1) : piece.first;
-            for (int32_t tile = piece.first; tile < piece.end; ++tile) {
+            const int32_t second = min(piece.first + 1, piece.end - 1);
+            const int32_t behind = kPair ? max(second, tile) : piece.first;
+            for (; tile < piece.end; ++tile) {
                 copy_tile(piece.is_window(tile), here);
                 if (brings && tile == behind) bring_query();
                 if (tile == behind) prefetch_next();
@@ -161,9 +165,10 @@ struct Copier {
         return at < list.columns ? list.slots.row(piece.row)[at] : -1;
     }
 
-    // Of the first tile of the first row, if it is of a window: before its length is there.
-    __device__ __forceinline__ int32_t read_early(const PlannedRow& first) const {
-        const int at = first_record<kPair>(warp) + lane % kRecords;
+    // Of the first row's tile that begins at entry `from`, if it is of a window: before the length
+    // is there.
+    __device__ __forceinline__ int32_t read_early(const PlannedRow& first, int from) const {
+        const int at = from + first_record<kPair>(warp) + lane % kRecords;
         const bool known =
             first.known && split_plan<kLists>(plan).splits == 1 && at < p.window.columns;
         return known ? p.window.slots.row(first.row)[at] : -1;

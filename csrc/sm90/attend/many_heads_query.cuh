@@ -7,6 +7,8 @@
 // panel instead of 512 copies.
 #pragma once
 
+#include <cuda.h>
+
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
@@ -50,7 +52,7 @@ __device__ __forceinline__ void start_queries(const AttendParams& p, int32_t row
     }
 }
 
-// The same in a pair, by tensor copies. A thread calls.
+// The same in a pair, by a tensor copy for each panel. A thread calls.
 __device__ __forceinline__ void start_queries_of_pair(const CUtensorMap& map, int32_t row,
                                                       int32_t head_block, Shared& shared) {
     CopyBarrier& there = shared.query_there;
@@ -86,20 +88,21 @@ __device__ __forceinline__ void order_queries(const AttendParams& p, int thread,
 }
 
 // The values' part in it.
-template <bool kPair>
+template <bool kPair, Lists kLists>
 struct QueryBringer {
     const AttendParams& p;
     const SplitPlan& plan;
     const CUtensorMap& map;
     Shared& shared;
 
-    // Of the first row, while nobody has anything else to do; but what lists say comes first.
+    // Of the first row, while nobody has anything else to do; but what lists say comes first. Where
+    // the consumers begin, they are on their way.
     __device__ __forceinline__ void first() const {
         const PlannedRow first(plan);
         if (kPair && !first.known) return;
-        shared.piece_full[0].wait(0);
+        if constexpr (!kConsumersBegin<kPair, kLists>) shared.piece_full[0].wait(0);
         if constexpr (kPair) {
-            start(first.row, first.head_block);
+            if constexpr (!kConsumersBegin<kPair, kLists>) start(first.row, first.head_block);
             shared.query_there.wait(0);
             order_queries<kWarpgroup>(p, threadIdx.x % kWarpgroup, shared);
             shared.query_full.arrive();

@@ -170,7 +170,9 @@ struct PassesOf<RecordId::WindowFp8> {
         return 2 * j + (lane / 16 ^ (lane % 8 / 2 == 1));
     }
     static __device__ __forceinline__ void read(const uint8_t* from, int lane, LaneCodes& to) {
-        const uint8_t* at = from + place(lane % 4);
+        read_record(from + place(record_of(lane)), lane, to);
+    }
+    static __device__ __forceinline__ void read_record(const uint8_t* at, int lane, LaneCodes& to) {
         const int quarter = quarter_of(lane);
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
