@@ -7,8 +7,9 @@
 //   values    columns 256..511
 //   convert   records -> BF16 tile in shared memory (many_heads_convert.cuh)
 //   copy      finds the records, starts their copies (many_heads_copy.cuh)
-// Queries are brought by the values, or in a pair by the copying warps (many_heads_query.cuh). A
-// pair's first tile is the consumers' (many_heads_first.cuh).
+// Queries are brought by the values, or in a pair by the copying warps (many_heads_query.cuh).
+// Where a CTA of a pair begins, the consumers convert a tile of WindowFp8 records, too
+// (many_heads_first.cuh).
 //
 // Blocks of heads that are even in number go in pairs: a cluster of two CTAs takes the same pieces
 // of two blocks. Each finds, copies and converts half of the records of a tile, and copies the BF16

@@ -3,18 +3,22 @@
 //   slot_full    a slot's records are there             copying warp, bytes  -> converting warp
 //   slot_empty   it was read                            converting warp      -> copying warp
 //   tile_full    a BF16 tile is there                   converting warps     -> both consumers
+//                the first one, if consumers convert it scores               -> both consumers
 //   tile_empty   a half of its dims was multiplied      its consumer         -> converting warps
 //   peer_empty   that of the peer's tile was            the peer's consumer  -> converting warps
 //   piece_full   what the next piece is                 copying warp 0       -> both consumers
 //   piece_empty  it is done with                        both consumers       -> copying warp 0,
 //                                                                             and scores
+//                blocks alone:
 //   query_there  the queries of a piece, as they lie    values               -> both consumers
 //   query_full   they are in paired order               both consumers       -> scores
 //   query_empty  they are multiplied                    scores               -> values
-//                in a pair: query_there                 tensor copies, bytes -> who orders them
-//                query_full                             copying warps        -> scores
-//                of the first row                       values               -> scores
-//                query_empty                            scores               -> copying warps
+//                pairs:
+//   query_there  the queries of a piece, as they lie    tensor copies, bytes -> who orders them
+//   query_full   they are in paired order               copying warps        -> scores
+//                of a first row that is known           values               -> scores
+//   query_empty  they are multiplied                    scores               -> copying warps
+//                all:
 //   weights_*    probabilities of a tile                scores               -> values, and back
 //   ends_full    from sums to outputs                   scores               -> values
 //   first_there  the first tile's records, if consumers

@@ -29,7 +29,7 @@ struct Converter {
                                          Shared& shared_, int warp_, int lane_)
         : p(params), plan(plan_), shared(shared_), warp(warp_), lane(lane_), slot(warp_) {}
 
-    // begun: others convert the first tile, whose records come to where the second one does.
+    // begun: others convert the first tile, whose records come to where the second one is written.
     __device__ __forceinline__ void work(bool begun) {
         if (begun) {
             ring.advance();

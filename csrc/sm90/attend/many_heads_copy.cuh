@@ -6,8 +6,8 @@
 // do: all are started by one lane, from addresses that it gets from the others beforehand, so that
 // copies are not a loop over lanes.
 //
-// In a pair they bring the queries of a piece, too, as soon as those before are multiplied. Lists
-// and queries are in the L2 by then.
+// In a pair they bring the queries of a piece behind others, too, as soon as those before are
+// multiplied. Lists and queries are in the L2 by then.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>

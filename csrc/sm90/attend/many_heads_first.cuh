@@ -112,7 +112,7 @@ class FirstTile {
     uint32_t present_ = 0;             // a bit each, of the warp's
 };
 
-// The consumers call. Queries of the first row, if it is known, come behind what lists say.
+// The consumers call. Queries of the first row come behind what lists say.
 __device__ __forceinline__ void begin_pair(const AttendParams& p, const Plan& plan,
                                            const CUtensorMap& queries, const PlannedRow& first,
                                            int warp, int lane, Shared& shared) {

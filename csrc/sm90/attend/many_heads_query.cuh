@@ -3,8 +3,8 @@
 // They are copied as they lie, swizzled in panels, and then put into paired order (dequant.cuh).
 // In blocks alone the values copy them while they wait for the last weights of the row before, and
 // both consumers put them into order; in a pair, whose consumers have no time to spare between
-// rows, the copying warps do both: by tensor copies, which are one instruction for 64 heads of a
-// panel instead of 512 copies.
+// rows, the copying warps do both, but for a first row that is known: by tensor copies, which are
+// one instruction for 64 heads of a panel instead of 512 copies.
 #pragma once
 
 #include <cuda.h>

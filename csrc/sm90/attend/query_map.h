@@ -1,6 +1,6 @@
 // Queries of a call as a tensor of which TMA copies boxes: a panel of a block of heads, swizzled as
-// WGMMA wants it. Heads beyond the last are zeros. Any strides that copies of 16 bytes can have
-// will do, 0 as well.
+// WGMMA wants it. Heads beyond the last are zeros. Drivers take strides of any multiple of 16 bytes
+// below 2^40, 0 among them.
 #pragma once
 
 #include <cuda.h>
@@ -21,18 +21,23 @@ inline EncodeTensorMap encode_tensor_map() {
         cudaDriverEntryPointQueryResult result;
         const cudaError_t error = cudaGetDriverEntryPointByVersion(
             "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-        return error == cudaSuccess ? reinterpret_cast<EncodeTensorMap>(function) : nullptr;
+        if (error == cudaSuccess) return reinterpret_cast<EncodeTensorMap>(function);
+        cudaGetLastError();  // nobody else's
+        return EncodeTensorMap{nullptr};
     }();
     return found;
 }
 
 }  // namespace detail
 
-// box: columns (128 bytes of them) and heads of a copy. False where the queries cannot be mapped,
-// as with strides of 2^40 bytes.
+// box: columns (128 bytes of them) and heads of a copy. False where the driver does not map them.
 inline bool map_queries(const AttendParams& p, int columns, int heads, CUtensorMap& map) {
     const auto encode = detail::encode_tensor_map();
-    if (encode == nullptr) return false;
+    // A thread that has launched nothing has no context, which the driver's function asks for.
+    int device = 0;
+    if (encode == nullptr || cudaGetDevice(&device) != cudaSuccess ||
+        cudaSetDevice(device) != cudaSuccess)
+        return false;
     constexpr int64_t kBytes = sizeof(uint16_t);
     // A stride that nothing steps over may be any number.
     const int64_t head = p.heads > 1 ? p.q.head_stride : kHeadDim;
